@@ -1,0 +1,52 @@
+"""Float8 training for PyTorch, written for torch.compile first.
+
+    import float8_compile as f8
+
+    f8.convert_to_float8_training(model, config="rowwise")
+    model = torch.compile(model)
+
+The path to read: convert.py -> linear.py -> cast.py, gemm.py.
+"""
+
+from float8_compile.compat import (
+    CastConfig,
+    Float8GemmConfig,
+    Float8LinearConfig,
+    Float8LinearRecipeName,
+    ScalingGranularity,
+    ScalingType,
+)
+from float8_compile.compat import auto_filter_for_recipe as _auto_filter_for_recipe
+from float8_compile.convert import (
+    conversion_report,
+    convert_from_float8_training,
+    convert_to_float8_training,
+    float8_disabled,
+)
+from float8_compile.filters import auto_filter
+from float8_compile.linear import Float8Linear
+from float8_compile.recipe import Cast, Gemm, Recipe
+from float8_compile.tensor import Float8Tensor
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Cast",
+    "CastConfig",
+    "Float8GemmConfig",
+    "Float8Linear",
+    "Float8LinearConfig",
+    "Float8LinearRecipeName",
+    "Float8Tensor",
+    "Gemm",
+    "Recipe",
+    "ScalingGranularity",
+    "ScalingType",
+    "__version__",
+    "_auto_filter_for_recipe",
+    "auto_filter",
+    "conversion_report",
+    "convert_from_float8_training",
+    "convert_to_float8_training",
+    "float8_disabled",
+]

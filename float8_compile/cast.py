@@ -1,0 +1,84 @@
+"""amax -> scale -> saturating cast: the only scale formula in the package.
+
+    amax  = max |x|                                     in x's dtype (the maximum of bf16 values is one of them)
+    scale = FP8_MAX / amax                              in float64, stored as float32, at most the largest float32
+    cast  = clamp(float32(x) * scale, -MAX, MAX)        then rounded to float8
+
+Pure functions on plain tensors; `cast` puts the result into a `Float8Tensor`. NaN stays NaN. An amax of 0 gives
+a finite scale, and so exact zeros. There is no epsilon: one large enough to matter flushes small gradients to
+zero.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from float8_compile.recipe import Cast, Granularity
+from float8_compile.tensor import Float8Tensor
+from float8_compile.torch_internals import guard_or_false
+
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+_FLOAT32_EXPONENT = 0x7F800000  # the eight exponent bits of a float32
+
+
+def tensor_amax(x: Tensor, granularity: Granularity = "tensor", axis: int = -1) -> Tensor:
+    """The largest magnitude of x, of x's dtype.
+
+    "tensor": shape (). Reduced row by row, then the rows' maxima: Inductor can fuse the first stage with the
+    cast and with whatever produced x, which it can't with one full `max`.
+    "row": x's shape with 1 along `axis`, the contracted axis.
+    An empty tensor has amax 0.
+    """
+    if guard_or_false(x.numel() == 0):
+        return x.new_zeros(()) if granularity == "tensor" else x.new_zeros(_with_one(x, axis))
+    if granularity == "row":
+        return x.abs().amax(axis, keepdim=True)
+    return x.abs().amax(-1).amax()
+
+
+def scale_from_amax(amax: Tensor, dtype: torch.dtype, power_of_two: bool = False) -> Tensor:
+    """float32 scale, of amax's shape, that brings amax to the float8 dtype's largest value.
+
+    The division is in float64, by promotion: eager and compiled code round 1/float32 differently, but not this
+    one. For the same reason a power of two is cut out of the bits (floor), where log2 and exp2 could round up.
+    """
+    # A tensor of amax's rank, so that promotion sees two equals: in a graph this is one constant for all casts
+    # and one division each, where `number / amax.double()` is a conversion, a reciprocal and a product.
+    largest = amax.new_full([1] * amax.dim(), torch.finfo(dtype).max, dtype=torch.float64)
+    scale = (largest / amax).clamp(max=_FLOAT32_MAX).float()
+    if not power_of_two:
+        return scale
+    floor = (scale.view(torch.int32) & _FLOAT32_EXPONENT).view(torch.float32)
+    return torch.where(scale.isnan(), scale, floor)
+
+
+def saturating_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """float8 `x * scale`, beyond the range the largest value: a plain conversion gives inf (e5m2) or NaN (e4m3)."""
+    largest = torch.finfo(dtype).max
+    return (x.float() * scale).clamp(-largest, largest).to(dtype)
+
+
+def cast(x: Tensor, how: Cast, axis: int = -1) -> Tensor:
+    """x as `how` wants it: a `Float8Tensor` of x's shape, or x itself in high precision.
+
+    axis: the contracted axis, which shares a scale under granularity "row". What is a Float8Tensor already
+    (cast once for several layers, handed on as a gradient, gathered by FSDP) is taken as it is, unless its
+    scale varies along the contracted axis: no GEMM could take that out again. Not differentiable: the gradient
+    of a linear's operand is its GEMM's business.
+    """
+    if isinstance(x, Float8Tensor):
+        varies = x.scale.dim() > 0 and not guard_or_false(x.scale.shape[axis] == 1)
+        if how.dtype is not None and not varies:
+            return x
+        x = x.dequantize()
+    if how.dtype is None:
+        return x
+    scale = scale_from_amax(tensor_amax(x, how.granularity, axis), how.dtype, how.power_of_two)
+    return Float8Tensor(saturating_cast(x, scale, how.dtype), scale, x.dtype)
+
+
+def _with_one(x: Tensor, axis: int) -> list[int]:
+    shape = list(x.shape)
+    shape[axis] = 1
+    return shape

@@ -1,0 +1,207 @@
+"""Conversion: plan, check, apply, report, undo.
+
+The plan is made first, and with it every question is asked that could fail (filters, recipes, devices); only then
+are modules changed, by giving each chosen `nn.Linear` the class `Float8Linear`. So hooks, parameters, ties, flags
+and references stay what they were, and a conversion that raises leaves the model as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import nn
+
+from float8_compile.compat import is_linear_config, recipe_from_config
+from float8_compile.filters import missing_gpu_support, obstacle
+from float8_compile.linear import Float8Linear
+from float8_compile.recipe import Recipe
+from float8_compile.table import text_table
+
+Filter = Callable[[nn.Linear, str], bool]
+
+_SKIPPED = "float8_skipped"  # attribute of a layer that conversion left out: the reason
+
+
+@dataclass(frozen=True)
+class ConversionRow:
+    """One linear layer: its name, in_features K, out_features N, its recipe or the reason it has none."""
+
+    fqn: str
+    k: int
+    n: int
+    recipe: Recipe | None
+    reason: str = ""
+
+
+class ConversionReport(list[ConversionRow]):
+    """The rows in the model's order; `str` gives a table."""
+
+    def __str__(self) -> str:
+        rows = [(row.fqn or "(root)", row.k, row.n, row.recipe or f"- {row.reason}") for row in self]
+        converted = sum(row.recipe is not None for row in self)
+        table = text_table(("layer", "K", "N", "recipe, or why not"), rows)
+        return f"{table}\n{converted} of {len(self)} linear layers run in float8"
+
+
+def convert_to_float8_training(
+    module: nn.Module,
+    *,
+    config: Any = "tensorwise",
+    module_filter_fn: Filter | None = None,
+    recompute_weight_cast: bool | Filter = True,
+) -> nn.Module:
+    """Turn every matching `nn.Linear` into a `Float8Linear`, in place, and return `module`.
+
+    config: a `Recipe`; a recipe's name in any case, or torchao's enum of it; a `Float8LinearConfig` (torchao's,
+        or ours); or a callable `(linear, fqn) -> any of these, or None` to leave the layer as it is.
+    module_filter_fn: `(linear, fqn) -> bool`, whether to convert. Names are without `_orig_mod.`, `module.` and
+        what other wrappers add.
+    recompute_weight_cast: a bool, or a callable `(linear, fqn) -> bool`; see `Float8Linear`.
+
+    Layers that can't be converted (subclasses, weights of other dtypes) are skipped and named, with the reason, in
+    `conversion_report`. Warns where nothing is converted or where a name in a filter's `skip` matches nothing.
+
+    Raises TypeError or ValueError for a config that is none, RuntimeError for a weight on a GPU that has no
+    float8 GEMM; the model is then unchanged.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"convert_to_float8_training needs an nn.Module, got {type(module).__name__}")
+    recipe_of = _recipe_chooser(config)
+    plan = [_planned(linear, fqn, recipe_of, module_filter_fn) for fqn, linear in _named_linears(module)]
+    linears = dict(_named_linears(module))
+    recompute = {
+        row.fqn: _decide(recompute_weight_cast, linears[row.fqn], row.fqn) for row in plan if row.recipe is not None
+    }
+    _warn_about(plan, module_filter_fn)
+    for row in plan:
+        linear = linears[row.fqn]
+        if row.recipe is None:
+            setattr(linear, _SKIPPED, row.reason)
+        else:
+            vars(linear).pop(_SKIPPED, None)
+            linear.__class__ = Float8Linear
+            cast(Float8Linear, linear).become_float8(row.recipe, recompute[row.fqn], row.fqn)
+    return module
+
+
+def convert_from_float8_training(module: nn.Module) -> nn.Module:
+    """The way back, in place: every `Float8Linear` is a plain `nn.Linear` again, the same object."""
+    for _, linear in _named_linears(module):
+        vars(linear).pop(_SKIPPED, None)
+        if isinstance(linear, Float8Linear):
+            linear.become_plain()
+    return module
+
+
+def conversion_report(module: nn.Module) -> ConversionReport:
+    """Every linear layer of the model with its recipe, or with the reason that conversion left it out."""
+    return ConversionReport(
+        ConversionRow(fqn, linear.in_features, linear.out_features, linear.recipe)
+        if isinstance(linear, Float8Linear)
+        else ConversionRow(
+            fqn, linear.in_features, linear.out_features, None, vars(linear).get(_SKIPPED, "never converted")
+        )
+        for fqn, linear in _named_linears(module)
+    )
+
+
+@contextlib.contextmanager
+def float8_disabled(module: nn.Module) -> Iterator[nn.Module]:
+    """Inside, the layers run in high precision, as the `nn.Linear`s they were; afterwards as before."""
+    layers = [layer for layer in module.modules() if isinstance(layer, Float8Linear)]
+    before = [layer.enabled for layer in layers]
+    try:
+        for layer in layers:
+            layer.enabled = False
+        yield module
+    finally:
+        for layer, enabled in zip(layers, before, strict=True):
+            layer.enabled = enabled
+
+
+def _planned(
+    linear: nn.Linear, fqn: str, recipe_of: Callable[[nn.Linear, str], Recipe | None], keep: Filter | None
+) -> ConversionRow:
+    def row(recipe: Recipe | None, reason: str = "") -> ConversionRow:
+        return ConversionRow(fqn, linear.in_features, linear.out_features, recipe, reason)
+
+    if reason := obstacle(linear):
+        return row(None, reason)
+    if keep is not None and not keep(linear, fqn):
+        explain = getattr(keep, "reason", None)
+        return row(None, (explain and explain(linear, fqn)) or "left out by module_filter_fn")
+    recipe = recipe_of(linear, fqn)
+    if recipe is None:
+        return row(None, "left out by config")
+    if missing := missing_gpu_support(linear, recipe):
+        raise RuntimeError(
+            f"layer {fqn!r} is on {linear.weight.device}: {missing}. Emulate it in float32 with "
+            "config=dataclasses.replace(Recipe.from_name(...), emulate=True), or leave it out with module_filter_fn"
+        )
+    return row(recipe)
+
+
+def _recipe_chooser(config: Any) -> Callable[[nn.Linear, str], Recipe | None]:
+    if callable(config) and not isinstance(config, type):
+        return lambda linear, fqn: None if (chosen := config(linear, fqn)) is None else _as_recipe(chosen)
+    recipe = _as_recipe("tensorwise" if config is None else config)
+    return lambda linear, fqn: recipe
+
+
+def _as_recipe(config: Any) -> Recipe:
+    if isinstance(config, Recipe):
+        return config
+    if is_linear_config(config):
+        return recipe_from_config(config)
+    if isinstance(config, enum.Enum):
+        config = config.value
+    if isinstance(config, str):
+        return Recipe.from_name(config)
+    raise TypeError(
+        f"config={config!r}: expected a Recipe, one of the names {', '.join(Recipe.names())}, a Float8LinearConfig, "
+        "or a callable (linear, fqn) that returns one of these or None"
+    )
+
+
+def _decide(choice: bool | Filter, linear: nn.Linear, fqn: str) -> bool:
+    decided = choice(linear, fqn) if callable(choice) else choice
+    if not isinstance(decided, bool):
+        raise TypeError(f"recompute_weight_cast is {decided!r} for layer {fqn!r}: expected True or False")
+    return decided
+
+
+def _warn_about(plan: list[ConversionRow], keep: Filter | None) -> None:
+    unused = getattr(keep, "unused", None)
+    for piece in unused([row.fqn for row in plan]) if unused else ():
+        warnings.warn(f"skip={piece!r} matches no linear layer: a typing error?", stacklevel=3)
+    if all(row.recipe is None for row in plan):
+        reasons = [f"{row.fqn or '(root)'}: {row.reason}" for row in plan[:10]] or ["there is no nn.Linear in it"]
+        warnings.warn("\n  ".join(["no layer was converted to float8", *reasons]), stacklevel=3)
+
+
+# What wrappers put into names: torch.compile, FSDP1, activation checkpointing; DDP and DataParallel say "module",
+# which is also a name that people use, so those go by the parent's class.
+_WRAPPER_NAMES = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+_MODULE_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+
+
+def _named_linears(root: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Every linear once, with its name as the user knows it."""
+    seen: set[int] = set()
+
+    def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Linear]]:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        if isinstance(module, nn.Linear):
+            yield prefix, module
+        for name, child in module.named_children():
+            wraps = name in _WRAPPER_NAMES or (name == "module" and isinstance(module, _MODULE_WRAPPERS))
+            yield from walk(child, prefix if wraps else f"{prefix}.{name}" if prefix else name)
+
+    yield from walk(root, "")

@@ -1,0 +1,128 @@
+"""The three GEMMs of a linear layer: layouts, padding, scales, emulation.
+
+M: tokens   K: in_features   N: out_features        shapes are suffixes: x_MK, w_NK, g_MN
+
+    output(x_MK, w_NK)      = x @ w.T    -> (M, N)      contracts K
+    grad_input(g_MN, w_NK)  = g @ w      -> (M, K)      contracts N
+    grad_weight(g_MN, x_MK) = g.T @ x    -> (N, K)      contracts M
+
+Hopper's float8 GEMM wants both operands contiguous along the contracted axis, and the contracted axis and the
+columns of the result in multiples of 16. So backward needs weight, input and gradient in the other layout, a
+one-byte transposition that Inductor writes in the kernel that casts; odd sizes are padded with zeros, which add
+nothing, and the result is cut.
+
+Operands are Float8Tensors, or plain tensors where the recipe says high precision.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from float8_compile.tensor import Float8Tensor
+from float8_compile.torch_internals import guard_or_false, scaled_mm, statically_known_true
+
+ALIGNMENT = 16
+
+
+def output(
+    x_MK: Tensor, w_NK: Tensor, dtype: torch.dtype, *, fast_accum: bool = False, emulate: bool = False
+) -> Tensor:
+    """`x @ w.T`, (M, N) of the given dtype."""
+    return _contract(*_parts(x_MK), *_parts(w_NK), dtype, fast_accum, emulate)
+
+
+def grad_input(
+    g_MN: Tensor, w_NK: Tensor, dtype: torch.dtype, *, fast_accum: bool = False, emulate: bool = False
+) -> Tensor:
+    """`g @ w`, (M, K) of the given dtype."""
+    return _contract(*_parts(g_MN), *_transposed_parts(w_NK), dtype, fast_accum, emulate)
+
+
+def grad_weight(
+    g_MN: Tensor, x_MK: Tensor, dtype: torch.dtype, *, fast_accum: bool = False, emulate: bool = False
+) -> Tensor:
+    """`g.T @ x`, (N, K) of the given dtype."""
+    return _contract(*_transposed_parts(g_MN), *_transposed_parts(x_MK), dtype, fast_accum, emulate)
+
+
+def _contract(
+    a_RC: Tensor,
+    a_scale: Tensor | None,
+    b_SC: Tensor,
+    b_scale: Tensor | None,
+    dtype: torch.dtype,
+    fast_accum: bool,
+    emulate: bool,
+) -> Tensor:
+    """`a @ b.T`, (R, S): every one of the three has this form, rows R, columns S, contracted axis C.
+
+    a, b: float8 payloads with their scales, of shape () or (R, 1) and (S, 1); or high precision and None.
+    """
+    rows, contracted, columns = *a_RC.shape, b_SC.shape[0]
+    if guard_or_false(rows == 0) or guard_or_false(contracted == 0):
+        return torch.zeros(rows, columns, dtype=dtype, device=a_RC.device)
+    if a_scale is None or b_scale is None:
+        return (a_RC @ b_SC.t()).to(dtype)
+    unscale_a, unscale_b = a_scale.reciprocal(), b_scale.reciprocal()
+    if unscale_b.dim() > 0:
+        unscale_b = unscale_b.t()  # (1, S), beside the result's columns
+    if emulate:
+        return (_float32_product(a_RC, b_SC) * unscale_a * unscale_b).to(dtype)
+    a, b = _pad(a_RC.contiguous(), contracted), _pad(b_SC.contiguous(), contracted, columns)
+    by_tensor = unscale_a.dim() == 0 and unscale_b.dim() == 0
+    by_row = unscale_a.dim() == 2 and unscale_b.dim() == 2 and fast_accum and dtype is torch.bfloat16
+    if by_tensor or by_row:
+        unscale_b = unscale_b if by_tensor else _pad_ones(unscale_b, columns)
+        result = scaled_mm(a, b.t(), unscale_a, unscale_b, out_dtype=dtype, use_fast_accum=fast_accum)
+        return _cut(result, columns)
+    return (_unscaled_product(a, b, dtype, columns) * unscale_a * unscale_b).to(dtype)
+
+
+def _unscaled_product(a_RC: Tensor, b_SC: Tensor, dtype: torch.dtype, columns: int) -> Tensor:
+    """The product of the payloads, to be scaled in a pointwise kernel that Inductor fuses with what follows.
+
+    CUDA's row-wise kernel gives only bfloat16, takes no mixture of granularities, and is slow without fast
+    accumulation, where the tensor-wise one is not. With powers of two the two ways are equal to the bit.
+    """
+    one = a_RC.new_ones((), dtype=torch.float32)
+    raw_dtype = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32  # float16 could overflow unscaled
+    return _cut(scaled_mm(a_RC, b_SC.t(), one, one, out_dtype=raw_dtype), columns)
+
+
+def _float32_product(a_RC: Tensor, b_SC: Tensor) -> Tensor:
+    """The product of the payloads in float32, in which products of float8 values are exact."""
+    with torch.autocast(a_RC.device.type, enabled=False):
+        return a_RC.float() @ b_SC.float().t()
+
+
+def _parts(t: Tensor) -> tuple[Tensor, Tensor | None]:
+    return (t.payload, t.scale) if isinstance(t, Float8Tensor) else (t, None)
+
+
+def _transposed_parts(t: Tensor) -> tuple[Tensor, Tensor | None]:
+    return (t.payload.t(), t.scale.t()) if isinstance(t, Float8Tensor) else (t.t(), None)
+
+
+def _missing(size: int) -> int:
+    """Zeros that bring a size to a multiple of 16; 0 where a symbolic size is known to be one."""
+    return 0 if statically_known_true(size % ALIGNMENT == 0) else -size % ALIGNMENT
+
+
+def _pad(payload: Tensor, columns: int, rows: int = 0) -> Tensor:
+    """Zeros to the right and, where rows is given, below. As bytes: float8 has no padding kernel everywhere."""
+    right, below = _missing(columns), _missing(rows)
+    if isinstance(right, int) and isinstance(below, int) and right == below == 0:
+        return payload
+    return F.pad(payload.view(torch.uint8), (0, right, 0, below)).view(payload.dtype)
+
+
+def _pad_ones(unscale_1S: Tensor, columns: int) -> Tensor:
+    right = _missing(columns)
+    return unscale_1S if isinstance(right, int) and right == 0 else F.pad(unscale_1S, (0, right), value=1.0)
+
+
+def _cut(result_RS: Tensor, columns: int) -> Tensor:
+    missing = _missing(columns)
+    return result_RS if isinstance(missing, int) and missing == 0 else result_RS[:, :columns]

@@ -1,0 +1,184 @@
+"""What is cast how: three GEMMs, two casts each. Frozen, checked and complete when built.
+
+    output      = x   @ w.T     (M,K) (N,K) -> (M,N)
+    grad_input  = g   @ w       (M,N) (N,K) -> (M,K)
+    grad_weight = g.T @ x       (M,N) (M,K) -> (N,K)
+
+A preset is a function that returns a `Recipe`; a variant is `dataclasses.replace(recipe, ...)`. Nothing edits a
+recipe after its birth, so two layers can share one and a compiled graph can take it for a constant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+Scaling = Literal["dynamic"]
+Granularity = Literal["tensor", "row"]
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FLOAT8_DTYPES = (E4M3, E5M2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+
+
+@dataclass(frozen=True)
+class Cast:
+    """How one operand of one GEMM is cast to float8.
+
+    dtype: a float8 dtype, or None for high precision (the operand is left as it is).
+    scaling: "dynamic", the scale comes from the tensor's own amax.
+    granularity: "tensor", one scale; "row", one scale per row of the operand along the contracted axis.
+    power_of_two: round the scale down to a power of two, which makes scaling exact.
+
+    Raises ValueError for anything else.
+    """
+
+    dtype: torch.dtype | None = E4M3
+    scaling: Scaling = "dynamic"
+    granularity: Granularity = "tensor"
+    power_of_two: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and self.dtype not in FLOAT8_DTYPES:
+            raise ValueError(
+                f"Cast(dtype={self.dtype}): expected a float8 dtype such as torch.float8_e4m3fn, "
+                "or None for high precision"
+            )
+        for field, legal in (("scaling", Scaling), ("granularity", Granularity)):
+            value = getattr(self, field)
+            if value not in get_args(legal):
+                raise ValueError(f"Cast({field}={value!r}): expected one of {get_args(legal)}")
+
+    def __str__(self) -> str:
+        if self.dtype is None:
+            return "high precision"
+        name = str(self.dtype).removeprefix("torch.float8_").removesuffix("fn")
+        return f"{name} {self.granularity}" + (" 2^n" if self.power_of_two else "")
+
+
+HIGH_PRECISION = Cast(dtype=None)
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """One GEMM: how its left and its right operand are cast, as they stand in the legend above.
+
+    fast_accum: let the tensor core accumulate in lower precision (Hopper; elsewhere it changes nothing).
+
+    Raises ValueError where one operand is float8 and the other is not, or where both are e5m2: no GPU has
+    such a GEMM.
+    """
+
+    left: Cast = Cast()
+    right: Cast = Cast()
+    fast_accum: bool = False
+
+    def __post_init__(self) -> None:
+        dtypes = (self.left.dtype, self.right.dtype)
+        if (dtypes[0] is None) != (dtypes[1] is None):
+            raise ValueError(
+                f"Gemm({self.left} · {self.right}): both operands are float8 or both are high precision; "
+                "give the other one a dtype, or None to both"
+            )
+        if all(dtype in (E5M2, torch.float8_e5m2fnuz) for dtype in dtypes):
+            raise ValueError("Gemm(e5m2 · e5m2): no GPU multiplies it; use e4m3 for one operand")
+
+    @property
+    def is_float8(self) -> bool:
+        """Whether the GEMM runs in float8 at all."""
+        return self.left.dtype is not None
+
+    def __str__(self) -> str:
+        if not self.is_float8:
+            return "high precision"
+        return f"{self.left} · {self.right}" + (", fast accum" if self.fast_accum else "")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Three GEMMs and where they run.
+
+    output, grad_input, grad_weight: see the legend of this module. For `grad_weight` the left operand is the
+    gradient and the right one the input.
+    emulate: multiply in float32 instead of calling the float8 GEMM, for GPUs that have none.
+    name: what reports and `repr` call it.
+    """
+
+    output: Gemm
+    grad_input: Gemm
+    grad_weight: Gemm
+    emulate: bool = False
+    name: str = "custom"
+
+    @property
+    def casts_input_once(self) -> bool:
+        """Whether one float8 cast of the input serves both of its GEMMs."""
+        return _one_cast(self.output.left, self.grad_weight.right)
+
+    @property
+    def casts_weight_once(self) -> bool:
+        """Whether one float8 cast of the weight serves both of its GEMMs."""
+        return _one_cast(self.output.right, self.grad_input.right)
+
+    @property
+    def casts_gradient_once(self) -> bool:
+        """Whether one float8 cast of the gradient serves both of its GEMMs."""
+        return _one_cast(self.grad_input.left, self.grad_weight.left)
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """The names that `from_name` and `convert_to_float8_training(config=...)` know."""
+        return tuple(_PRESETS)
+
+    @classmethod
+    def from_name(cls, name: str) -> Recipe:
+        """The preset of that name, in any case. Raises ValueError with the known names."""
+        try:
+            return _PRESETS[name.lower()]()
+        except KeyError:
+            known = ", ".join(_PRESETS)
+            raise ValueError(f"unknown recipe {name!r}: the recipes are {known}") from None
+
+    def __str__(self) -> str:
+        return self.name if self.name != "custom" else f"{self.output} | {self.grad_input} | {self.grad_weight}"
+
+
+def _one_cast(first: Cast, second: Cast) -> bool:
+    # An operand's two GEMMs contract different axes, so scales per row can't be shared.
+    return first == second and first.dtype is not None and first.granularity == "tensor"
+
+
+def tensorwise() -> Recipe:
+    """One dynamic scale a tensor, e5m2 gradients: the fastest dynamic recipe (torchao's default)."""
+    forward, gradient = Cast(E4M3), Cast(E5M2)
+    return Recipe(
+        output=Gemm(forward, forward, fast_accum=True),
+        grad_input=Gemm(gradient, forward),
+        grad_weight=Gemm(gradient, forward),
+        name="tensorwise",
+    )
+
+
+def rowwise() -> Recipe:
+    """One dynamic power-of-two scale a row, e4m3 throughout: more accurate, outliers stay in their row."""
+    row = Cast(E4M3, granularity="row", power_of_two=True)
+    return Recipe(Gemm(row, row, fast_accum=True), Gemm(row, row), Gemm(row, row), name="rowwise")
+
+
+def rowwise_with_gw_hp() -> Recipe:
+    """`rowwise`, but the weight's gradient is computed in high precision: the most accurate recipe."""
+    row = Cast(E4M3, granularity="row", power_of_two=True)
+    tensor = Cast(E4M3, power_of_two=True)
+    return Recipe(
+        output=Gemm(row, row, fast_accum=True),
+        grad_input=Gemm(row, tensor),
+        grad_weight=Gemm(HIGH_PRECISION, HIGH_PRECISION),
+        name="rowwise_with_gw_hp",
+    )
+
+
+_PRESETS: dict[str, Callable[[], Recipe]] = {
+    preset.__name__: preset for preset in (tensorwise, rowwise, rowwise_with_gw_hp)
+}
