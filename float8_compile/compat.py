@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from float8_compile.filters import AutoFilter, auto_filter
-from float8_compile.recipe import E4M3, E5M2, HIGH_PRECISION, Cast, Gemm, Recipe
+from float8_compile.recipe import E4M3, E5M2, HIGH_PRECISION, Cast, Gemm, Granularity, Recipe
 
 
 class ScalingType(enum.Enum):
@@ -144,14 +144,22 @@ def auto_filter_for_recipe(recipe: Any, filter_fqns: Sequence[str]) -> AutoFilte
     return auto_filter(recipe, skip=filter_fqns)
 
 
+_GRANULARITY: dict[str, Granularity] = {
+    ScalingGranularity.TENSORWISE.value: "tensor",
+    ScalingGranularity.AXISWISE.value: "row",
+}
+
+
 def _cast(config: Any, default: torch.dtype, power_of_two: bool) -> Cast:
     scaling = config.scaling_type.value
     if scaling == ScalingType.DISABLED.value:
         return HIGH_PRECISION
     if scaling != ScalingType.DYNAMIC.value:
         raise ValueError(f"{config.scaling_type}: float8_compile knows DYNAMIC and DISABLED")
-    granularity = "row" if config.scaling_granularity.value == ScalingGranularity.AXISWISE.value else "tensor"
-    return Cast(config.target_dtype or default, granularity=granularity, power_of_two=power_of_two)  # type: ignore[arg-type]
+    granularity = _GRANULARITY.get(config.scaling_granularity.value)
+    if granularity is None:
+        raise ValueError(f"{config.scaling_granularity}: float8_compile knows TENSORWISE and AXISWISE")
+    return Cast(config.target_dtype or default, granularity=granularity, power_of_two=power_of_two)
 
 
 def _named(recipe: Recipe) -> Recipe:

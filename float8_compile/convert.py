@@ -91,7 +91,14 @@ def convert_to_float8_training(
 
 def convert_from_float8_training(module: nn.Module) -> nn.Module:
     """The way back, in place: every `Float8Linear` is a plain `nn.Linear` again, the same object."""
-    for _, linear in _named_linears(module):
+    linears = list(_named_linears(module))
+    for fqn, linear in linears:
+        if isinstance(linear, Float8Linear) and type(linear) is not Float8Linear:
+            raise TypeError(
+                f"layer {fqn!r} is a {type(linear).__name__}, a subclass of Float8Linear, and would lose what that "
+                "adds: convert back before fully_shard, or take the layer out of the model"
+            )
+    for _, linear in linears:
         vars(linear).pop(_SKIPPED, None)
         if isinstance(linear, Float8Linear):
             linear.become_plain()
@@ -148,15 +155,24 @@ def _planned(
 
 def _recipe_chooser(config: Any) -> Callable[[nn.Linear, str], Recipe | None]:
     if callable(config) and not isinstance(config, type):
-        return lambda linear, fqn: None if (chosen := config(linear, fqn)) is None else _as_recipe(chosen)
+        return lambda linear, fqn: _chosen(config, linear, fqn)
     recipe = _as_recipe("tensorwise" if config is None else config)
     return lambda linear, fqn: recipe
+
+
+def _chosen(choose: Callable[[nn.Linear, str], Any], linear: nn.Linear, fqn: str) -> Recipe | None:
+    if (chosen := choose(linear, fqn)) is None:
+        return None
+    try:
+        return _as_recipe(chosen)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"layer {fqn!r}: {error}") from None
 
 
 def _as_recipe(config: Any) -> Recipe:
     if isinstance(config, Recipe):
         return config
-    if is_linear_config(config):
+    if is_linear_config(config) and not isinstance(config, type):
         return recipe_from_config(config)
     if isinstance(config, enum.Enum):
         config = config.value

@@ -21,10 +21,15 @@ def obstacle(linear: nn.Linear) -> str | None:
     """Why this layer can't become a `Float8Linear` without losing something, or None."""
     if isinstance(linear, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention reads its weight and never calls it"
+    if isinstance(linear, nn.LazyLinear):
+        return "LazyLinear has no weight yet: run one batch, then convert"
     if type(linear) not in (nn.Linear, Float8Linear):
         return f"{type(linear).__name__} is a subclass of nn.Linear with a behaviour of its own"
     if "forward" in vars(linear):
         return "its forward was replaced on the instance"
+    # Quantized already, for one. A DTensor is a wrapper too, but of a plain tensor's kind.
+    if hasattr(linear.weight, "__tensor_flatten__") and not hasattr(linear.weight, "placements"):
+        return f"its weight is an {type(linear.weight).__name__}, not a plain tensor"
     if linear.weight.dtype not in HIGH_PRECISION_DTYPES:
         return f"its weight is {linear.weight.dtype}, not bfloat16, float16 or float32"
     return None
@@ -33,7 +38,7 @@ def obstacle(linear: nn.Linear) -> str | None:
 def missing_gpu_support(linear: nn.Linear, recipe: Recipe) -> str | None:
     """Why the GPU that the weight is on can't run the recipe, or None."""
     device = linear.weight.device
-    if device.type != "cuda" or recipe.emulate or torch.version.hip is not None:
+    if device.type != "cuda" or recipe.emulate or not recipe.is_float8 or torch.version.hip is not None:
         return None
     capability = torch.cuda.get_device_capability(device)
     if capability >= (8, 9):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from float8_compile import gemm
 from float8_compile.cast import cast, saturating_cast
 from float8_compile.recipe import Recipe
-from float8_compile.recompute import backward_reads_cast, cast_weight
+from float8_compile.recompute import backward_reads_cast, cast_weight, needed_in_forward
 from float8_compile.tensor import Float8Tensor
 from float8_compile.torch_internals import apply_function
 
@@ -86,10 +86,11 @@ class Float8Linear(nn.Linear):
         keeps_w8 = torch.is_grad_enabled() and x.requires_grad and backward_reads_cast(recompute)
         with torch.no_grad():
             x8 = cast(x_MK, recipe.output.left)
-            w8 = cast_weight(w_NK, recipe.output.right, recompute)
-            other_w8 = None  # the weight as grad_input wants it, where that is another cast
-            if keeps_w8 and not recipe.casts_weight_once:
-                other_w8 = cast_weight(w_NK, recipe.grad_input.right, recompute, axis=0)
+        w8 = cast_weight(w_NK, recipe.output.right, recompute or not recipe.casts_weight_once)
+        other_w8 = None  # the weight as grad_input wants it, where that is another cast
+        if keeps_w8 and not recipe.casts_weight_once:
+            other_w8 = cast_weight(w_NK, recipe.grad_input.right, recompute, axis=0)
+            w8 = w8 if recompute else needed_in_forward(w8, other_w8)
         y_MN = apply_function(
             _Linear, x_MK, w_NK, self.bias, *_parts(x8), *_parts(w8), *_parts(other_w8), keeps_w8, recipe
         )

@@ -61,6 +61,12 @@ class Cast:
 HIGH_PRECISION = Cast(dtype=None)
 
 
+def _check_type(owner: object, fields: tuple[str, ...], expected: type) -> None:
+    for field in fields:
+        if not isinstance(value := getattr(owner, field), expected):
+            raise TypeError(f"{type(owner).__name__}({field}={value!r}): expected a {expected.__name__}")
+
+
 @dataclass(frozen=True)
 class Gemm:
     """One GEMM: how its left and its right operand are cast, as they stand in the legend above.
@@ -76,6 +82,7 @@ class Gemm:
     fast_accum: bool = False
 
     def __post_init__(self) -> None:
+        _check_type(self, ("left", "right"), Cast)
         dtypes = (self.left.dtype, self.right.dtype)
         if (dtypes[0] is None) != (dtypes[1] is None):
             raise ValueError(
@@ -111,6 +118,14 @@ class Recipe:
     grad_weight: Gemm
     emulate: bool = False
     name: str = "custom"
+
+    def __post_init__(self) -> None:
+        _check_type(self, ("output", "grad_input", "grad_weight"), Gemm)
+
+    @property
+    def is_float8(self) -> bool:
+        """Whether any of the three runs in float8."""
+        return self.output.is_float8 or self.grad_input.is_float8 or self.grad_weight.is_float8
 
     @property
     def casts_input_once(self) -> bool:

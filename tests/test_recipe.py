@@ -1,0 +1,155 @@
+"""The presets are DESIGN.md's table; whatever no GEMM can do is refused when it is built."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import FrozenInstanceError, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from float8_compile import Cast, Gemm, Recipe
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3_FNUZ, E5M2_FNUZ = torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
+HIGH = Cast(dtype=None)
+TENSOR, GRADIENT = Cast(E4M3, "dynamic", "tensor", False), Cast(E5M2, "dynamic", "tensor", False)
+ROW, TENSOR_2N = Cast(E4M3, "dynamic", "row", True), Cast(E4M3, "dynamic", "tensor", True)
+
+# recipe: (left, right, fast_accum) of output = x @ w.T, grad_input = g @ w, grad_weight = g.T @ x
+PRESETS = {
+    "tensorwise": ((TENSOR, TENSOR, True), (GRADIENT, TENSOR, False), (GRADIENT, TENSOR, False)),
+    "rowwise": ((ROW, ROW, True), (ROW, ROW, False), (ROW, ROW, False)),
+    "rowwise_with_gw_hp": ((ROW, ROW, True), (ROW, TENSOR_2N, False), (HIGH, HIGH, False)),
+}
+every_preset = pytest.mark.parametrize("name", PRESETS)
+
+
+@every_preset
+def test_a_preset_is_its_row_of_the_table(name: str) -> None:
+    recipe = Recipe.from_name(name)
+    gemms = (recipe.output, recipe.grad_input, recipe.grad_weight)
+    assert tuple((gemm.left, gemm.right, gemm.fast_accum) for gemm in gemms) == PRESETS[name]
+    assert (recipe.name, recipe.emulate) == (name, False)
+
+
+def test_the_table_has_every_preset() -> None:
+    assert set(Recipe.names()) == set(PRESETS)
+
+
+@every_preset
+@given(data=st.data())
+def test_a_name_is_known_in_any_case(name: str, data: st.DataObject) -> None:
+    upper = data.draw(st.lists(st.booleans(), min_size=len(name), max_size=len(name)))
+    spelled = "".join(letter.upper() if up else letter for letter, up in zip(name, upper, strict=True))
+    assert Recipe.from_name(spelled) == Recipe.from_name(name)
+
+
+@given(st.text())
+def test_an_unknown_name_is_answered_with_the_known_ones(name: str) -> None:
+    assume(name.lower() not in PRESETS)
+    with pytest.raises(ValueError, match="the recipes are tensorwise, rowwise, rowwise_with_gw_hp"):
+        Recipe.from_name(name)
+
+
+def test_an_unknown_name_is_quoted() -> None:
+    with pytest.raises(ValueError, match="unknown recipe 'tensorwize'"):
+        Recipe.from_name("tensorwize")
+
+
+@pytest.mark.parametrize(
+    ("thing", "field"),
+    [(TENSOR, "dtype"), (Gemm(), "fast_accum"), (Recipe.from_name("rowwise"), "emulate")],
+    ids=lambda thing: type(thing).__name__,
+)
+def test_nothing_edits_a_recipe_after_its_birth(thing: Any, field: str) -> None:
+    with pytest.raises(FrozenInstanceError):
+        setattr(thing, field, None)
+
+
+@every_preset
+def test_a_recipe_is_a_value(name: str) -> None:
+    """Equal, hashed and pickled by what it says, so that two layers can share one and a graph can hold it."""
+    first, second = Recipe.from_name(name), Recipe.from_name(name)
+    assert first == second == pickle.loads(pickle.dumps(first))
+    assert len({first, second}) == 1
+    assert len({Recipe.from_name(other) for other in PRESETS}) == len(PRESETS)
+
+
+def test_a_variant_is_a_replacement() -> None:
+    preset = Recipe.from_name("tensorwise")
+    variant = replace(preset, grad_weight=Gemm(HIGH, HIGH), emulate=True, name="mine")
+    assert variant.output == preset.output
+    assert (variant.grad_weight.is_float8, variant.emulate, variant.name) == (False, True, "mine")
+    assert preset == Recipe.from_name("tensorwise")
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (lambda: Cast(torch.float16), ValueError, r"Cast\(dtype=torch.float16\): expected a float8 dtype such as"),
+        (lambda: Cast("e4m3"), ValueError, r"Cast\(dtype=e4m3\): expected a float8 dtype .*or None for high precision"),
+        (lambda: Cast(torch.float8_e8m0fnu), ValueError, r"Cast\(dtype=torch.float8_e8m0fnu\): expected a float8"),
+        (lambda: Cast(scaling="static"), ValueError, r"Cast\(scaling='static'\): expected one of \('dynamic'"),
+        (lambda: Cast(granularity="axis"), ValueError, r"Cast\(granularity='axis'\): .* of \('tensor', 'row'"),
+        (lambda: replace(ROW, granularity="col"), ValueError, r"Cast\(granularity='col'\)"),
+        (lambda: Gemm(TENSOR, HIGH), ValueError, r"e4m3 tensor · high precision\): both .*or None to both"),
+        (lambda: Gemm(HIGH, GRADIENT), ValueError, r"high precision · e5m2 tensor\): both operands are float8 or both"),
+        (lambda: Gemm(GRADIENT, GRADIENT), ValueError, r"no GPU multiplies it; use e4m3 for one operand"),
+        (lambda: Gemm(Cast(E5M2_FNUZ), Cast(E5M2_FNUZ)), ValueError, "no GPU multiplies it"),
+        (lambda: Gemm("e4m3", "e4m3"), TypeError, r"Gemm\(left='e4m3'\): expected a Cast"),
+        (lambda: Recipe(TENSOR, TENSOR, TENSOR), TypeError, r"Recipe\(output=.*\): expected a Gemm"),
+    ],
+)  # fmt: skip
+def test_what_no_gemm_can_do_is_refused(build: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        build()
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2, E4M3_FNUZ, E5M2_FNUZ, None])
+def test_every_float8_dtype_and_none_is_understood(dtype: torch.dtype | None) -> None:
+    assert Cast(dtype).dtype is dtype
+
+
+@pytest.mark.parametrize(
+    ("name", "casts_once"),  # one cast for both GEMMs of: the input, the weight, the gradient
+    [
+        ("tensorwise", (True, True, True)),
+        ("rowwise", (False, False, False)),  # the other GEMM contracts the other axis
+        ("rowwise_with_gw_hp", (False, False, False)),  # and here it wants another granularity or none
+    ],
+)
+def test_one_cast_serves_both_gemms_where_it_can(name: str, casts_once: tuple[bool, bool, bool]) -> None:
+    recipe = Recipe.from_name(name)
+    assert (recipe.casts_input_once, recipe.casts_weight_once, recipe.casts_gradient_once) == casts_once
+
+
+def test_an_operand_in_high_precision_has_no_cast_to_share() -> None:
+    recipe = Recipe(Gemm(HIGH, HIGH), Gemm(HIGH, HIGH), Gemm(HIGH, HIGH))
+    assert (recipe.casts_input_once, recipe.casts_weight_once, recipe.casts_gradient_once) == (False, False, False)
+
+
+@pytest.mark.parametrize(
+    ("thing", "text"),
+    [
+        (TENSOR, "e4m3 tensor"),
+        (GRADIENT, "e5m2 tensor"),
+        (ROW, "e4m3 row 2^n"),
+        (Cast(E4M3_FNUZ), "e4m3fnuz tensor"),
+        (HIGH, "high precision"),
+        (Gemm(ROW, ROW, fast_accum=True), "e4m3 row 2^n · e4m3 row 2^n, fast accum"),
+        (Gemm(GRADIENT, TENSOR), "e5m2 tensor · e4m3 tensor"),
+        (Gemm(HIGH, HIGH), "high precision"),
+        (Recipe.from_name("rowwise"), "rowwise"),
+        (
+            Recipe(Gemm(TENSOR, TENSOR), Gemm(GRADIENT, TENSOR), Gemm(HIGH, HIGH)),
+            "e4m3 tensor · e4m3 tensor | e5m2 tensor · e4m3 tensor | high precision",
+        ),
+    ],
+    ids=str,
+)
+def test_it_reads_as_words(thing: object, text: str) -> None:
+    assert str(thing) == text
