@@ -26,6 +26,7 @@ from float8_compile.convert import (
 from float8_compile.filters import auto_filter
 from float8_compile.linear import Float8Linear
 from float8_compile.recipe import Cast, Gemm, Recipe
+from float8_compile.recompute import sac_save_ops
 from float8_compile.tensor import Float8Tensor
 
 __version__ = "0.1.0"
@@ -49,4 +50,5 @@ __all__ = [
     "convert_from_float8_training",
     "convert_to_float8_training",
     "float8_disabled",
+    "sac_save_ops",
 ]

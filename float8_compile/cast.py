@@ -4,7 +4,8 @@
     scale = FP8_MAX / amax                              in float64, stored as float32, at most the largest float32
     cast  = clamp(float32(x) * scale, -MAX, MAX)        then rounded to float8
 
-Pure functions on plain tensors; `cast` puts the result into a `Float8Tensor`. NaN stays NaN. An amax of 0 gives
+Pure functions on plain tensors; `cast` puts the result into a `Float8Tensor`, `cast_operand` leaves it in parts. NaN
+stays NaN. An amax of 0 gives
 a finite scale, and so exact zeros. There is no epsilon: one large enough to matter flushes small gradients to
 zero.
 """
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from float8_compile.recipe import Cast, Granularity
-from float8_compile.tensor import Float8Tensor
+from float8_compile.tensor import Float8Tensor, Operand
 from float8_compile.torch_internals import guard_or_false
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -67,15 +68,21 @@ def cast(x: Tensor, how: Cast, axis: int = -1) -> Tensor:
     scale varies along the contracted axis: no GEMM could take that out again. Not differentiable: the gradient
     of a linear's operand is its GEMM's business.
     """
+    payload, scale = cast_operand(x, how, axis)
+    return payload if scale is None else Float8Tensor(payload, scale, x.dtype)
+
+
+def cast_operand(x: Tensor, how: Cast, axis: int = -1) -> Operand:
+    """`cast`, in parts."""
     if isinstance(x, Float8Tensor):
         varies = x.scale.dim() > 0 and not guard_or_false(x.scale.shape[axis] == 1)
         if how.dtype is not None and not varies:
-            return x
+            return Operand(x.payload, x.scale)
         x = x.dequantize()
     if how.dtype is None:
-        return x
+        return Operand(x, None)
     scale = scale_from_amax(tensor_amax(x, how.granularity, axis), how.dtype, how.power_of_two)
-    return Float8Tensor(saturating_cast(x, scale, how.dtype), scale, x.dtype)
+    return Operand(saturating_cast(x, scale, how.dtype), scale)
 
 
 def _with_one(x: Tensor, axis: int) -> list[int]:

@@ -12,7 +12,7 @@ import enum
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from torch import nn
 
@@ -20,6 +20,7 @@ from float8_compile.compat import is_linear_config, recipe_from_config
 from float8_compile.filters import missing_gpu_support, obstacle
 from float8_compile.linear import Float8Linear
 from float8_compile.recipe import Recipe
+from float8_compile.recompute import weights_to_keep
 from float8_compile.table import text_table
 
 Filter = Callable[[nn.Linear, str], bool]
@@ -53,7 +54,8 @@ def convert_to_float8_training(
     *,
     config: Any = "tensorwise",
     module_filter_fn: Filter | None = None,
-    recompute_weight_cast: bool | Filter = True,
+    recompute_weight_cast: bool | Filter | Literal["auto"] = True,
+    weight_cast_budget: int | None = None,
 ) -> nn.Module:
     """Turn every matching `nn.Linear` into a `Float8Linear`, in place, and return `module`.
 
@@ -61,7 +63,8 @@ def convert_to_float8_training(
         or ours); or a callable `(linear, fqn) -> any of these, or None` to leave the layer as it is.
     module_filter_fn: `(linear, fqn) -> bool`, whether to convert. Names are without `_orig_mod.`, `module.` and
         what other wrappers add.
-    recompute_weight_cast: a bool, or a callable `(linear, fqn) -> bool`; see `Float8Linear`.
+    recompute_weight_cast: a bool, or a callable `(linear, fqn) -> bool`; see `Float8Linear`. Or "auto": keeps the
+        casted weights that gain most within `weight_cast_budget` bytes and recomputes the others (recompute.py).
 
     Layers that can't be converted (subclasses, weights of other dtypes) are skipped and named, with the reason, in
     `conversion_report`. Warns where nothing is converted or where a name in a filter's `skip` matches nothing.
@@ -74,9 +77,8 @@ def convert_to_float8_training(
     recipe_of = _recipe_chooser(config)
     plan = [_planned(linear, fqn, recipe_of, module_filter_fn) for fqn, linear in _named_linears(module)]
     linears = dict(_named_linears(module))
-    recompute = {
-        row.fqn: _decide(recompute_weight_cast, linears[row.fqn], row.fqn) for row in plan if row.recipe is not None
-    }
+    chosen = {row.fqn: (linears[row.fqn], row.recipe) for row in plan if row.recipe is not None}
+    recompute = _decide_recompute(recompute_weight_cast, weight_cast_budget, chosen)
     _warn_about(plan, module_filter_fn)
     for row in plan:
         linear = linears[row.fqn]
@@ -184,11 +186,22 @@ def _as_recipe(config: Any) -> Recipe:
     )
 
 
-def _decide(choice: bool | Filter, linear: nn.Linear, fqn: str) -> bool:
-    decided = choice(linear, fqn) if callable(choice) else choice
-    if not isinstance(decided, bool):
-        raise TypeError(f"recompute_weight_cast is {decided!r} for layer {fqn!r}: expected True or False")
-    return decided
+def _decide_recompute(
+    choice: bool | Filter | Literal["auto"], budget: int | None, chosen: dict[str, tuple[nn.Linear, Recipe]]
+) -> dict[str, bool]:
+    if (choice == "auto") != (budget is not None):
+        raise ValueError(
+            f"recompute_weight_cast={choice!r} with weight_cast_budget={budget!r}: "
+            'a budget in bytes goes with recompute_weight_cast="auto", and only with it'
+        )
+    if budget is not None:
+        kept = weights_to_keep({fqn: (linear.weight, recipe) for fqn, (linear, recipe) in chosen.items()}, budget)
+        return {fqn: fqn not in kept for fqn in chosen}
+    decided = {fqn: choice(linear, fqn) if callable(choice) else choice for fqn, (linear, _) in chosen.items()}
+    for fqn, value in decided.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"recompute_weight_cast is {value!r} for layer {fqn!r}: expected True or False")
+    return cast(dict[str, bool], decided)
 
 
 def _warn_about(plan: list[ConversionRow], keep: Filter | None) -> None:

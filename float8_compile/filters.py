@@ -23,6 +23,8 @@ def obstacle(linear: nn.Linear) -> str | None:
         return "nn.MultiheadAttention reads its weight and never calls it"
     if isinstance(linear, nn.LazyLinear):
         return "LazyLinear has no weight yet: run one batch, then convert"
+    if any(base.__name__ == "FSDPModule" for base in type(linear).__mro__):
+        return "it is sharded already: convert before fully_shard"
     if type(linear) not in (nn.Linear, Float8Linear):
         return f"{type(linear).__name__} is a subclass of nn.Linear with a behaviour of its own"
     if "forward" in vars(linear):

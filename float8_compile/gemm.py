@@ -11,7 +11,7 @@ columns of the result in multiples of 16. So backward needs weight, input and gr
 one-byte transposition that Inductor writes in the kernel that casts; odd sizes are padded with zeros, which add
 nothing, and the result is cut.
 
-Operands are Float8Tensors, or plain tensors where the recipe says high precision.
+Operands are Float8Tensors or Operands; plain tensors where the recipe says high precision.
 """
 
 from __future__ import annotations
@@ -20,31 +20,53 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from float8_compile.tensor import Float8Tensor
+from float8_compile.tensor import Float8Tensor, Operand
 from float8_compile.torch_internals import guard_or_false, scaled_mm, statically_known_true
 
 ALIGNMENT = 16
 
+AnyOperand = Tensor | Operand
+
 
 def output(
-    x_MK: Tensor, w_NK: Tensor, dtype: torch.dtype, *, fast_accum: bool = False, emulate: bool = False
+    x_MK: AnyOperand,
+    w_NK: AnyOperand,
+    dtype: torch.dtype,
+    *,
+    fast_accum: bool = False,
+    emulate: bool = False,
 ) -> Tensor:
     """`x @ w.T`, (M, N) of the given dtype."""
     return _contract(*_parts(x_MK), *_parts(w_NK), dtype, fast_accum, emulate)
 
 
 def grad_input(
-    g_MN: Tensor, w_NK: Tensor, dtype: torch.dtype, *, fast_accum: bool = False, emulate: bool = False
+    g_MN: AnyOperand,
+    w_NK: AnyOperand,
+    dtype: torch.dtype,
+    *,
+    fast_accum: bool = False,
+    emulate: bool = False,
 ) -> Tensor:
     """`g @ w`, (M, K) of the given dtype."""
     return _contract(*_parts(g_MN), *_transposed_parts(w_NK), dtype, fast_accum, emulate)
 
 
 def grad_weight(
-    g_MN: Tensor, x_MK: Tensor, dtype: torch.dtype, *, fast_accum: bool = False, emulate: bool = False
+    g_MN: AnyOperand,
+    x_MK: AnyOperand,
+    dtype: torch.dtype,
+    *,
+    fast_accum: bool = False,
+    emulate: bool = False,
 ) -> Tensor:
     """`g.T @ x`, (N, K) of the given dtype."""
     return _contract(*_transposed_parts(g_MN), *_transposed_parts(x_MK), dtype, fast_accum, emulate)
+
+
+def stored_transposed(payload: Tensor) -> Tensor:
+    """The same matrix, stored column by column: the layout in which `grad_input` reads a weight."""
+    return payload.t().contiguous().t()
 
 
 def _contract(
@@ -97,12 +119,15 @@ def _float32_product(a_RC: Tensor, b_SC: Tensor) -> Tensor:
         return a_RC.float() @ b_SC.float().t()
 
 
-def _parts(t: Tensor) -> tuple[Tensor, Tensor | None]:
-    return (t.payload, t.scale) if isinstance(t, Float8Tensor) else (t, None)
+def _parts(t: AnyOperand) -> Operand:
+    if isinstance(t, Operand):
+        return t
+    return Operand(t.payload, t.scale) if isinstance(t, Float8Tensor) else Operand(t, None)
 
 
-def _transposed_parts(t: Tensor) -> tuple[Tensor, Tensor | None]:
-    return (t.payload.t(), t.scale.t()) if isinstance(t, Float8Tensor) else (t.t(), None)
+def _transposed_parts(t: AnyOperand) -> Operand:
+    payload, scale = _parts(t)
+    return Operand(payload.t(), None if scale is None else scale.t())
 
 
 def _missing(size: int) -> int:

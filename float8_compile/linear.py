@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from float8_compile import gemm
-from float8_compile.cast import cast, saturating_cast
+from float8_compile.cast import cast_operand, saturating_cast
 from float8_compile.recipe import Recipe
-from float8_compile.recompute import backward_reads_cast, cast_weight, needed_in_forward
-from float8_compile.tensor import Float8Tensor
+from float8_compile.recompute import cast_weight
+from float8_compile.tensor import Operand
 from float8_compile.torch_internals import apply_function
 
 HIGH_PRECISION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -82,17 +82,13 @@ class Float8Linear(nn.Linear):
         self._check(x)
         x_MK = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         w_NK, recipe = self.weight, self.recipe
-        recompute = self.recompute_weight_cast
-        keeps_w8 = torch.is_grad_enabled() and x.requires_grad and backward_reads_cast(recompute)
         with torch.no_grad():
-            x8 = cast(x_MK, recipe.output.left)
-        w8 = cast_weight(w_NK, recipe.output.right, recompute or not recipe.casts_weight_once)
-        other_w8 = None  # the weight as grad_input wants it, where that is another cast
-        if keeps_w8 and not recipe.casts_weight_once:
-            other_w8 = cast_weight(w_NK, recipe.grad_input.right, recompute, axis=0)
-            w8 = w8 if recompute else needed_in_forward(w8, other_w8)
+            x8 = cast_operand(x_MK, recipe.output.left)
+        w8, kept_w8 = cast_weight(w_NK, recipe, self.recompute_weight_cast, read_by_backward=x.requires_grad)
+        keeps_w8 = kept_w8 is w8
+        other_w8 = None if keeps_w8 else kept_w8
         y_MN = apply_function(
-            _Linear, x_MK, w_NK, self.bias, *_parts(x8), *_parts(w8), *_parts(other_w8), keeps_w8, recipe
+            _Linear, x_MK, w_NK, self.bias, *_float8(x8), *_float8(w8), *_float8(other_w8), keeps_w8, recipe
         )
         return y_MN if x.dim() == 2 else y_MN.view(*x.shape[:-1], self.out_features)
 
@@ -119,10 +115,10 @@ class Float8Linear(nn.Linear):
 
 
 class _Linear(torch.autograd.Function):
-    """The three GEMMs. Forward gets x and w in high precision, which gradients belong to, and cast, which it
+    """The three GEMMs. Forward gets x and w in high precision, to which gradients belong, and cast, to multiply.
 
-    multiplies. A Float8Tensor comes as its two parts and only plain tensors are saved, through
-    `save_for_backward`: a tensor left on ctx outlives backward (the GEMM that leaked, MS-AMP).
+    Operands come in parts and only plain tensors are saved, through `save_for_backward`: a tensor left on ctx
+    outlives backward (the GEMM that leaked, MS-AMP).
     """
 
     @staticmethod
@@ -134,25 +130,25 @@ class _Linear(torch.autograd.Function):
         x_scale: Tensor | None,
         w_payload: Tensor | None,
         w_scale: Tensor | None,
-        other_w_payload: Tensor | None,
-        other_w_scale: Tensor | None,
+        other_payload: Tensor | None,
+        other_scale: Tensor | None,
         keeps_w8: bool,
         recipe: Recipe,
     ) -> Tensor:
-        x8, w8 = _whole(x_payload, x_scale, x_MK), _whole(w_payload, w_scale, w_NK)
+        x8 = Operand(x_MK, None) if x_payload is None else Operand(x_payload, x_scale)
+        w8 = Operand(w_NK, None) if w_payload is None else Operand(w_payload, w_scale)
         y_MN = gemm.output(x8, w8, x_MK.dtype, fast_accum=recipe.output.fast_accum, emulate=recipe.emulate)
         return y_MN if bias is None else y_MN + bias.to(y_MN.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x_MK, w_NK, bias, *x8, w_payload, w_scale, other_w_payload, other_w_scale, keeps_w8, recipe = inputs
+        x_MK, w_NK, bias, x_payload, x_scale, w_payload, w_scale, other_payload, other_scale, keeps_w8, recipe = inputs
         ctx.recipe, ctx.x_dtype, ctx.w_dtype = recipe, x_MK.dtype, w_NK.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        x_saved = x8 if recipe.casts_input_once else (x_MK, None)
-        w_saved = (w_payload, w_scale) if recipe.casts_weight_once else (other_w_payload, other_w_scale)
-        ctx.keeps_w8 = keeps_w8 and w_saved[0] is not None
-        if not ctx.keeps_w8:
-            w_saved = (w_NK, w_scale)
+        kept = (w_payload, w_scale) if keeps_w8 else (other_payload, other_scale)
+        ctx.casts_w_again = kept[0] is None
+        x_saved = (x_payload, x_scale) if recipe.casts_input_once else (x_MK, None)
+        w_saved = (w_NK, w_scale) if ctx.casts_w_again else (gemm.stored_transposed(kept[0]), kept[1])
         x_needs_grad, w_needs_grad = ctx.needs_input_grad[:2]
         ctx.save_for_backward(
             *(x_saved if w_needs_grad else (None, None)), *(w_saved if x_needs_grad else (None, None))
@@ -165,23 +161,21 @@ class _Linear(torch.autograd.Function):
         recipe, emulate = ctx.recipe, ctx.recipe.emulate
         x_needs_grad, w_needs_grad, bias_needs_grad = ctx.needs_input_grad[:3]
         x_grad = w_grad = bias_grad = g8 = None
-        w8: Tensor
-        x8: Tensor
         if x_needs_grad:
             how = recipe.grad_input
-            g8 = cast(g_MN, how.left)
-            if ctx.keeps_w8:
-                w8 = Float8Tensor(w_saved, w_scale, ctx.w_dtype)
+            g8 = cast_operand(g_MN, how.left)
+            if not ctx.casts_w_again:
+                w8 = Operand(w_saved, w_scale)
             elif recipe.casts_weight_once:  # with forward's scale: a weight's amax is taken once a step
-                w8 = Float8Tensor(saturating_cast(w_saved, w_scale, how.right.dtype), w_scale, ctx.w_dtype)
+                w8 = Operand(saturating_cast(w_saved, w_scale, how.right.dtype), w_scale)
             else:
-                w8 = cast(w_saved, how.right, axis=0)
+                w8 = cast_operand(w_saved, how.right, axis=0)
             x_grad = gemm.grad_input(g8, w8, ctx.x_dtype, fast_accum=how.fast_accum, emulate=emulate)
         if w_needs_grad:
             how = recipe.grad_weight
             if g8 is None or not recipe.casts_gradient_once:
-                g8 = cast(g_MN, how.left, axis=0)
-            x8 = Float8Tensor(x_saved, x_scale, ctx.x_dtype) if recipe.casts_input_once else cast(x_saved, how.right, 0)
+                g8 = cast_operand(g_MN, how.left, axis=0)
+            x8 = Operand(x_saved, x_scale) if recipe.casts_input_once else cast_operand(x_saved, how.right, axis=0)
             w_grad = gemm.grad_weight(g8, x8, ctx.w_dtype, fast_accum=how.fast_accum, emulate=emulate)
         if bias_needs_grad:
             bias_grad = g_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
@@ -195,14 +189,9 @@ class _Linear(torch.autograd.Function):
         )
 
 
-def _parts(t: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    return (t.payload, t.scale) if isinstance(t, Float8Tensor) else (None, None)
-
-
-def _whole(payload: Tensor | None, scale: Tensor | None, high_precision: Tensor) -> Tensor:
-    if payload is None or scale is None:
-        return high_precision
-    return Float8Tensor(payload, scale, high_precision.dtype)
+def _float8(operand: Operand | None) -> tuple[Tensor | None, Tensor | None]:
+    """The parts of a float8 operand. None for high precision: Dynamo takes no tensor twice into one Function."""
+    return (None, None) if operand is None or operand.scale is None else (operand.payload, operand.scale)
 
 
 @cache

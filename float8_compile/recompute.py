@@ -8,11 +8,12 @@ from:
     False   kept from forward: N·K bytes alive from the layer's forward to its backward; forward's cast kernel writes
             it in backward's layout beside its own, so the price is one byte written per element, and the 3 are saved
 
-So keeping saves `(b + 1 - 1) * N * K` bytes of traffic a step, with b the bytes per element of the weight, for N·K
-bytes of memory: b bytes of traffic per byte kept, 2 for bfloat16, whatever the shape. At B bytes/s that is
-`b * N * K / B` seconds a step (H100, 3.35e12 B/s: 40 us for a bfloat16 weight of 64 Mi elements, as long as that
-layer's three GEMMs need for about 100 tokens), and the same per microbatch. Keep where memory is left over and
-microbatches are small; recompute where activations fill the device.
+So with b bytes per element of the weight, keeping spares b bytes of traffic for each byte it keeps (b read and 1
+written against 1 written), whatever the shape; `weights_to_keep` fills a budget by that. In time that is b·N·K / B
+seconds a microbatch, with B bytes/s of memory bandwidth, or, against the layer's three GEMMs of 6·M·N·K operations
+at P operations/s, a share of b·P / (6·B·M). On an H100 (P = 1.98e15, B = 3.35e12) a bfloat16 weight's share is
+197 / M: 2.4 % at M = 8192 tokens, 10 % at 2048. Keep where microbatches are small and memory is left; recompute where
+activations fill the device.
 
 How the choice reaches the compiled graph
 -----------------------------------------
@@ -20,14 +21,19 @@ Eagerly the layer's autograd.Function saves the one or the other. In a compiled 
 partitioner decides on its own (parameters count as free to save since torch 2.8, so it always casts again, and where
 a weight is no parameter of the graph it always keeps). What it obeys are the tags of selective activation
 checkpointing, so under Dynamo the weight's cast alone is a `torch.utils.checkpoint` region whose policy tags the
-float8 result MUST_SAVE or MUST_RECOMPUTE. Of the three ways that were seen to work (a tag through a Inductor pass, one
+float8 result MUST_SAVE or MUST_RECOMPUTE. Of the three ways that were seen to work (a tag through an Inductor pass, one
 through `torch.fx.traceback.current_meta` under `allow_in_graph`, this one) it is the only one that needs neither a
 setting of the user's nor a private name, and the only one that is part of the compile caches' keys (`cache_hash`).
 The scale is always saved, so a weight's amax is taken once a step, also inside activation checkpointing.
+
+Precedence: in a compiled graph a layer's setting wins over any checkpoint region or selective policy around it, for the
+innermost region's tag is the one that stays. Eagerly a checkpoint region drops what its layers saved and runs them
+again, so there the region wins and the setting matters only outside.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -35,47 +41,83 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from float8_compile.cast import cast, saturating_cast, scale_from_amax, tensor_amax
-from float8_compile.recipe import FLOAT8_DTYPES, Cast
-from float8_compile.tensor import Float8Tensor
+from float8_compile.cast import cast_operand, saturating_cast, scale_from_amax, tensor_amax
+from float8_compile.recipe import FLOAT8_DTYPES, Cast, Recipe
+from float8_compile.tensor import Float8Tensor, Operand
 from float8_compile.torch_internals import guard_or_false
 
 
-def backward_reads_cast(recompute: bool) -> bool:
-    """Whether backward is handed the cast made in forward, rather than the weight to cast by itself.
+def weights_to_keep(layers: Mapping[str, tuple[Tensor, Recipe]], budget: int) -> set[str]:
+    """The layers, of {fqn: (weight, recipe)}, whose casted weights to keep within `budget` bytes.
 
-    Under Dynamo always: there the tag on the cast decides what becomes of it.
+    Largest gain per byte first (see above: the bytes of the weight's dtype), the larger weight first among equals,
+    and whatever still fits after that. A layer without a float8 `grad_input` has nothing to keep.
     """
-    return not recompute or torch.compiler.is_dynamo_compiling()
+    kept: set[str] = set()
+    candidates = [(fqn, w) for fqn, (w, recipe) in layers.items() if recipe.grad_input.is_float8]
+    for fqn, w in sorted(candidates, key=lambda item: (-item[1].element_size(), -item[1].numel())):
+        if w.numel() <= budget:
+            kept.add(fqn)
+            budget -= w.numel()
+    return kept
 
 
-def cast_weight(w: Tensor, how: Cast, recompute: bool, axis: int = -1) -> Tensor:
-    """`cast(w, how, axis)`, tagged under Dynamo so that backward keeps or recomputes it."""
-    traced = torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled()
-    if how.dtype is None or isinstance(w, Float8Tensor) or not traced:
+def sac_save_ops() -> frozenset[Any]:
+    """Ops that a selective checkpoint policy of your own should save for this package's layers: GEMMs and amaxes.
+
+    A policy that returns MUST_SAVE for these and PREFER_RECOMPUTE for the rest repeats only pointwise casts in
+    backward: no GEMM and no reduction. An amax is a few bytes (a row's, two a row); a GEMM's output is M·N.
+    """
+    aten = torch.ops.aten
+    return frozenset({aten._scaled_mm.default, aten.mm.default, aten.amax.default})
+
+
+def cast_weight(w: Tensor, recipe: Recipe, recompute: bool, read_by_backward: bool) -> tuple[Operand, Operand | None]:
+    """The weight (N, K) as `output` multiplies it, and the cast of it that backward is handed.
+
+    The second is None where backward casts the weight by itself or has no use for it (`read_by_backward` False:
+    the input needs no gradient), and the first one again where one cast serves both GEMMs. Under Dynamo backward is
+    always handed the cast: there the tag on it decides what becomes of it.
+    """
+    traced = torch.compiler.is_dynamo_compiling()
+    handed_on = read_by_backward and torch.is_grad_enabled() and (traced or not recompute)
+    if recipe.casts_weight_once:
+        w8 = _cast_tagged(w, recipe.output.right, recompute)
+        return w8, w8 if handed_on else None
+    w8 = _cast_tagged(w, recipe.output.right, recompute=True)
+    if not handed_on or not recipe.grad_input.is_float8:
+        return w8, None
+    other_w8 = _cast_tagged(w, recipe.grad_input.right, recompute, axis=0)
+    return (w8 if recompute else _needed_in_forward(w8, other_w8)), other_w8
+
+
+def _cast_tagged(w: Tensor, how: Cast, recompute: bool, axis: int = -1) -> Operand:
+    """`cast_operand(w, how, axis)`, tagged under Dynamo so that backward keeps or recomputes it."""
+    taggable = torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled()
+    if how.dtype is None or isinstance(w, Float8Tensor) or not taggable:
         with torch.no_grad():
-            return cast(w, how, axis)
+            return cast_operand(w, how, axis)
     with torch.no_grad():
         amax = tensor_amax(w, how.granularity, axis)
-    payload, scale = checkpoint(
-        _scale_and_cast, w, amax, how, use_reentrant=False, context_fn=_CONTEXTS[recompute], preserve_rng_state=False
+    context_fn = _CONTEXTS[recompute]
+    return Operand(
+        *checkpoint(_cast_and_scale, w, amax, how, use_reentrant=False, context_fn=context_fn, preserve_rng_state=False)
     )
-    return Float8Tensor(payload, scale, w.dtype)
 
 
-def needed_in_forward(t: Tensor, kept: Tensor | None) -> Tensor:
-    """t, with a scale that depends on `kept`: plus zero times one of its elements.
+def _needed_in_forward(operand: Operand, kept: Operand) -> Operand:
+    """The operand, with a scale that depends on `kept`: plus zero times one of its elements.
 
     Where backward wants another cast of the weight than forward (`rowwise`), forward has no use for it, and the
     partitioner does not honour MUST_SAVE on what forward does not compute.
     """
-    if not (isinstance(t, Float8Tensor) and isinstance(kept, Float8Tensor)) or guard_or_false(kept.numel() == 0):
-        return t
-    return Float8Tensor(t.payload, t.scale + 0 * kept.payload[0, 0].float(), t.dtype)
+    if operand.scale is None or kept.scale is None or guard_or_false(kept.payload.numel() == 0):
+        return operand
+    return Operand(operand.payload, operand.scale + 0 * kept.payload[0, 0].float())
 
 
 @torch.no_grad()
-def _scale_and_cast(w: Tensor, amax: Tensor, how: Cast) -> tuple[Tensor, Tensor]:
+def _cast_and_scale(w: Tensor, amax: Tensor, how: Cast) -> tuple[Tensor, Tensor]:
     # no_grad is inside: a checkpoint region entered without gradients is not tagged.
     assert how.dtype is not None
     scale = scale_from_amax(amax, how.dtype, how.power_of_two)
@@ -83,7 +125,7 @@ def _scale_and_cast(w: Tensor, amax: Tensor, how: Cast) -> tuple[Tensor, Tensor]
 
 
 def _policy(recompute: bool, _: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """What the partitioner shall do with the result of one op of `_scale_and_cast`."""
+    """What the partitioner shall do with the result of one op of `_cast_and_scale`."""
     if op is torch.ops.aten._to_copy.default:
         if kwargs.get("dtype") in FLOAT8_DTYPES:
             return CheckpointPolicy.MUST_RECOMPUTE if recompute else CheckpointPolicy.MUST_SAVE

@@ -8,7 +8,7 @@ It says what the numbers mean and no more: no GEMM role and no configuration rid
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,17 @@ from torch import Tensor
 from float8_compile.torch_internals import disabled_torch_function, make_wrapper
 
 aten = torch.ops.aten
+
+
+class Operand(NamedTuple):
+    """A GEMM's operand in parts: a float8 payload and its scale, or a high-precision tensor and None.
+
+    What `Float8Linear` works with. A Float8Tensor says the same, but building one in a traced function puts a call
+    of its class into Dynamo's graph, which AOTAutograd's cache then refuses to keep.
+    """
+
+    payload: Tensor
+    scale: Tensor | None
 
 
 class Float8Tensor(Tensor):

@@ -7,10 +7,14 @@ changes a setting.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterable
+from inspect import signature
+from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 
 __all__ = [
@@ -18,6 +22,7 @@ __all__ = [
     "disabled_torch_function",
     "guard_or_false",
     "make_wrapper",
+    "run_watched",
     "scaled_mm",
     "statically_known_true",
 ]
@@ -50,3 +55,95 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+def run_watched(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    watch: Callable[[Tensor, list[int], list[Any]], Any],
+) -> Any:
+    """`function(*args, **kwargs)`, split into forward and backward graphs as Inductor would, without generated code.
+
+    `watch(tensor, modules, sources)` hears of each tensor that a forward graph hands its backward graph.
+    modules: the ids of the innermost modules whose backward reads the tensor, in order, then of the one that made it.
+    sources: the graph's inputs that it was computed from.
+    Shapes are static. Nothing compiled before is dropped, no setting is changed and no compile cache is written. The
+    output has its autograd graph, but what it ran with is forgotten, except in frames behind a graph break.
+
+    Needs AOTAutograd with Inductor's decompositions, joint-graph passes and partitioner, which only its private
+    modules offer; imported here, since they bring the compiler. A torch that moves one of them breaks it, or one that
+    names backward's placeholders otherwise than forward's nodes, or one whose `nn_module_stack` has no ids of modules
+    for keys (then modules is empty). Delete when torch reports what it saves.
+    """
+    import torch._dynamo  # for reset_code
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.eval_frame import reset_code
+    from torch._guards import detect_fake_mode
+    from torch._inductor.compile_fx import partition_fn
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.virtualized import V
+
+    watchers = [watch]
+    backward_of_the_next: list[fx.GraphModule] = []
+
+    def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        with V.set_fake_mode(detect_fake_mode(inputs)):  # which the joint-graph passes want, for random numbers
+            forward, backward = partition_fn(joint, inputs, **options)
+        backward_of_the_next[:] = [backward]
+        return forward, backward
+
+    def compile_forward(forward: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        backward = backward_of_the_next.pop() if backward_of_the_next else None
+        crossing = {node.name: node for node in backward.graph.find_nodes(op="placeholder")} if backward else {}
+
+        def run(*inputs: Any) -> Any:
+            results, sources = forward.forward(*inputs), _sources(forward.graph)
+            for node, value in zip(forward.graph.output_node().args[0], results, strict=True):  # type: ignore[arg-type]
+                if isinstance(node, fx.Node) and node.name in crossing and isinstance(value, Tensor):
+                    modules = _modules([*crossing[node.name].users, node])
+                    for tell in watchers:
+                        tell(value, modules, [inputs[position] for position in sources[node]])
+            return results
+
+        return run
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    backend = aot_autograd(
+        fw_compiler=compile_forward,
+        bw_compiler=lambda backward, _: backward.forward,
+        partition_fn=partition,
+        decompositions=select_decomp_table(),
+    )
+    # Dynamo's caches belong to a code object and count its entries: this call gets one of its own, and frames behind
+    # a graph break a bucket of their own where torch has that (2.13).
+    code = call.__code__.replace(co_name=f"watched_{next(_numbers)}")
+    own = FunctionType(code, globals(), closure=call.__closure__)
+    isolated = {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}
+    compile: Any = torch.compile
+    try:
+        return compile(own, backend=backend, dynamic=False, **isolated)(*args, **kwargs)
+    finally:
+        watchers.clear()  # Dynamo's caches outlive code objects, and with them would whatever `watch` knows
+        reset_code(code)
+
+
+_numbers = itertools.count()
+
+
+def _sources(graph: fx.Graph) -> dict[fx.Node, set[int]]:
+    """The positions of the graph's inputs that each node is computed from."""
+    sources = {node: {position} for position, node in enumerate(graph.find_nodes(op="placeholder"))}
+    for node in graph.nodes:
+        if node not in sources:
+            sources[node] = set().union(*(sources[before] for before in node.all_input_nodes))
+    return sources
+
+
+def _modules(nodes: Iterable[fx.Node]) -> list[int]:
+    """The ids of the modules in which the nodes ran: a key is one, with "@1" at a second call."""
+    stacks = (node.meta.get("fwd_nn_module_stack") or node.meta.get("nn_module_stack") or {"": ()} for node in nodes)
+    innermost = (next(reversed(stack)).split("@")[0] for stack in stacks)
+    return [int(key) for key in innermost if key.isdigit()]

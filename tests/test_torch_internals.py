@@ -1,0 +1,229 @@
+"""Each private name of torch that the package uses is there and does what torch_internals.py says of it."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compile_checks import compile_counted
+from oracles import E4M3
+from test_house import strange
+from torch import Tensor
+
+from float8_compile import torch_internals
+from float8_compile.torch_internals import (
+    apply_function,
+    disabled_torch_function,
+    guard_or_false,
+    make_wrapper,
+    scaled_mm,
+    statically_known_true,
+)
+
+
+def private_names(source: str) -> list[str]:
+    """Each private name of torch that the source touches or imports, in full."""
+    written = {name if name.startswith("torch.") else f"torch.{name}" for name in strange(source)}
+    return sorted(name for name in written if not any(longer.startswith(f"{name}.") for longer in written))
+
+
+def missing(name: str) -> bool:
+    """Whether this torch has no such name; modules on the way are imported."""
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return True
+    return False
+
+
+PRIVATE = private_names(Path(torch_internals.__file__).read_text())
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_torch_still_has(name: str) -> None:
+    assert not missing(name)
+
+
+def test_a_name_that_torch_has_dropped_would_be_seen() -> None:
+    source = "import torch\nfrom torch._gone import it\nfrom torch import _C\ntorch._gone_too(torch.Tensor._is_gone)"
+    names = private_names(source)
+    assert names == ["torch.Tensor._is_gone", "torch._C", "torch._gone.it", "torch._gone_too"]
+    assert [name for name in names if not missing(name)] == ["torch._C"]
+    assert {"torch._scaled_mm", "torch.Tensor._make_wrapper_subclass"} <= set(PRIVATE)
+
+
+@pytest.mark.parametrize("name", torch_internals.__all__)
+def test_all_of_it_exists(name: str) -> None:
+    assert callable(getattr(torch_internals, name))
+
+
+# The wrapper
+
+
+class Boxed(Tensor):
+    """A tensor in a box; ops see what is inside and give plain tensors."""
+
+    @staticmethod
+    def __new__(cls, inside: Tensor) -> Boxed:
+        self = make_wrapper(cls, inside.shape, strides=inside.stride(), dtype=torch.bfloat16, device=inside.device)
+        self.inside = inside
+        return self
+
+    __torch_function__ = disabled_torch_function
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*[arg.inside if isinstance(arg, Boxed) else arg for arg in args], **(kwargs or {}))
+
+
+class Meddling(Boxed):
+    """What `__torch_function__` may do where it is not disabled."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return "meddled with"
+
+
+def test_make_wrapper_makes_a_tensor_that_says_what_it_is_told_and_stores_nothing() -> None:
+    boxed = Boxed(torch.ones(3, 4).t())
+    assert (boxed.shape, boxed.stride(), boxed.dtype) == ((4, 3), (1, 4), torch.bfloat16)
+    assert boxed.data_ptr() == 0
+
+
+def test_with_torch_function_disabled_results_stay_as_dispatch_gave_them() -> None:
+    assert type(Boxed(torch.ones(2)) + 1) is Tensor
+    assert Meddling(torch.ones(2)) + 1 == "meddled with", "otherwise they might not"
+
+
+def test_scaled_mm_multiplies_and_scales() -> None:
+    a, b = torch.eye(16).to(E4M3), torch.full((32, 16), 3.0).to(E4M3)
+    half, two = torch.tensor(0.5), torch.tensor(2.0)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        result = scaled_mm(a, b.t(), half, two, out_dtype=dtype, use_fast_accum=True)
+        assert torch.equal(result, torch.full((16, 32), 3.0, dtype=dtype))
+    rows = scaled_mm(a, b.t(), torch.full((16, 1), 0.5), torch.full((1, 32), 4.0), out_dtype=torch.bfloat16)
+    assert torch.equal(rows, torch.full((16, 32), 6.0, dtype=torch.bfloat16))
+
+
+# Questions about a size
+
+SIZES = (3, 16, 17, 32, 48, 5, 64)
+ADD_NO_GUARD = {
+    "is it known to be a multiple": lambda size: statically_known_true(size % 16 == 0),
+    "is it empty": lambda size: guard_or_false(size == 0),  # 0 and 1 have a graph of their own anyhow
+    "is it one": lambda size: guard_or_false(size == 1),
+}
+ADD_A_GUARD = {
+    "is it a multiple": lambda size: size % 16 == 0,
+    "is it 16": lambda size: guard_or_false(size == 16),  # it says the truth, and so asks
+}
+
+
+def compilations(question: Any) -> int:
+    compiled, counter = compile_counted(lambda x: x + 1 if question(x.shape[0]) else x * 2, dynamic=True)
+    for size in SIZES:
+        compiled(torch.ones(size, 2))
+    return counter.frame_count
+
+
+@pytest.mark.parametrize("question", ADD_NO_GUARD.values(), ids=ADD_NO_GUARD)
+def test_questions_that_cost_no_recompilation(question: Any) -> None:
+    assert compilations(question) == 1
+
+
+@pytest.mark.parametrize("question", ADD_A_GUARD.values(), ids=ADD_A_GUARD)
+def test_questions_that_would_be_seen(question: Any) -> None:
+    assert compilations(question) > 1
+
+
+@pytest.mark.parametrize("question", [guard_or_false, statically_known_true])
+def test_of_a_size_that_nobody_knows_the_answer_is_no(question: Any) -> None:
+    """Where a plain `if` would be an error: a size that depends on data."""
+    compiled, _ = compile_counted(lambda x: x + 1 if question(x.nonzero().shape[0] == 16) else x * 2)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        assert torch.equal(compiled(torch.ones(16)), torch.full((16,), 2.0))
+
+
+@pytest.mark.parametrize("question", [guard_or_false, statically_known_true])
+def test_of_a_number_they_say_the_truth(question: Any) -> None:
+    assert question(16 % 16 == 0) is True
+    assert question(17 % 16 == 0) is False
+
+
+@pytest.mark.parametrize("question", [guard_or_false, statically_known_true])
+def test_of_a_static_size_they_say_the_truth(question: Any) -> None:
+    compiled, _ = compile_counted(lambda x: x + 1 if question(x.shape[0] % 16 == 0) else x * 2, dynamic=False)
+    assert torch.equal(compiled(torch.ones(32)), torch.full((32,), 2.0))
+    assert torch.equal(compiled(torch.zeros(32)), torch.ones(32))
+    assert torch.equal(compiled(torch.zeros(3)), torch.zeros(3))
+
+
+# Function.apply
+
+
+class TimesConstant(torch.autograd.Function):
+    """y = c x, with a backward that is recognizably its own: 10 c g."""
+
+    @staticmethod
+    def forward(x: Tensor, constant: float, unused: Tensor | None) -> Tensor:
+        return x * constant
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.constant = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        return 10 * ctx.constant * g, None, None
+
+
+def by_apply(x: Tensor) -> Tensor:
+    return TimesConstant.apply(x, 3.0, None).sum()
+
+
+def by_apply_function(x: Tensor) -> Tensor:
+    return apply_function(TimesConstant, x, 3.0, None).sum()
+
+
+def value_and_grad(fn: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    x = x.clone().requires_grad_()
+    value = fn(x)
+    value.backward()
+    assert x.grad is not None
+    return value.detach(), x.grad
+
+
+USES = {
+    "eager": lambda fn, x: value_and_grad(fn, x),
+    "without gradients": lambda fn, x: (fn(x),),
+    "torch.func.grad": lambda fn, x: (torch.func.grad(fn)(x),),
+    "torch.func.vjp": lambda fn, x: torch.func.vjp(fn, x)[1](torch.tensor(2.0)),
+    "compiled": lambda fn, x: value_and_grad(compile_counted(fn)[0], x),
+    "torch.func.grad, compiled": lambda fn, x: (compile_counted(torch.func.grad(fn))[0](x),),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_apply_function_is_apply(use: Any) -> None:
+    x = torch.arange(4.0)
+    for actual, expected in zip(use(by_apply_function, x), use(by_apply, x), strict=True):
+        assert torch.equal(actual, expected)
+
+
+def test_apply_function_runs_our_backward() -> None:
+    value, grad = value_and_grad(by_apply_function, torch.ones(4))
+    assert value == 12
+    assert torch.equal(grad, torch.full((4,), 30.0))
+    assert torch.equal(torch.func.grad(by_apply_function)(torch.ones(4)), torch.full((4,), 30.0))
+
+
+def test_above_function_there_still_is_an_apply_that_binds_no_arguments() -> None:
+    """The one in C++: what `apply_function` calls."""
+    first, second = [cls for cls in TimesConstant.__mro__ if "apply" in vars(cls)][:2]
+    assert first is torch.autograd.Function
+    assert inspect.isbuiltin(second.apply)
+    assert not inspect.isbuiltin(first.apply)
