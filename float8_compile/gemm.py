@@ -92,7 +92,7 @@ def _contract(
         unscale_b = unscale_b.t()  # (1, S), beside the result's columns
     if emulate:
         return (_float32_product(a_RC, b_SC) * unscale_a * unscale_b).to(dtype)
-    a, b = _pad(a_RC.contiguous(), contracted), _pad(b_SC.contiguous(), contracted, columns)
+    a, b = _pad(_by_rows(a_RC), contracted), _pad(b_SC.contiguous(), contracted, columns)
     by_tensor = unscale_a.dim() == 0 and unscale_b.dim() == 0
     by_row = unscale_a.dim() == 2 and unscale_b.dim() == 2 and fast_accum and dtype is torch.bfloat16
     if by_tensor or by_row:
@@ -111,6 +111,11 @@ def _unscaled_product(a_RC: Tensor, b_SC: Tensor, dtype: torch.dtype, columns: i
     one = a_RC.new_ones((), dtype=torch.float32)
     raw_dtype = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32  # float16 could overflow unscaled
     return _cut(scaled_mm(a_RC, b_SC.t(), one, one, out_dtype=raw_dtype), columns)
+
+
+def _by_rows(payload: Tensor) -> Tensor:
+    """Contiguous, and by its strides too: a row that was a column is (1, 1) apart, which CUDA takes for a column."""
+    return payload.reshape(-1).unsqueeze(0) if guard_or_false(payload.shape[0] == 1) else payload.contiguous()
 
 
 def _float32_product(a_RC: Tensor, b_SC: Tensor) -> Tensor:

@@ -56,8 +56,12 @@ class Float8Tensor(Tensor):
         return self
 
     def dequantize(self) -> Tensor:  # type: ignore[override]
-        """The high-precision tensor that this one stands for, divided in float32, of dtype `self.dtype`."""
-        return (self.payload.float() / self.scale).to(self.dtype)
+        """The high-precision tensor that this one stands for, divided in float32, of dtype `self.dtype`.
+
+        Saturating: a number near the dtype's largest may have been rounded beyond it.
+        """
+        largest = torch.finfo(self.dtype).max
+        return (self.payload.float() / self.scale).clamp(-largest, largest).to(self.dtype)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         name = str(self.payload.dtype).removeprefix("torch.")
@@ -96,7 +100,7 @@ def _both(func: Callable[..., Tensor], t: Float8Tensor, *args: Any, **kwargs: An
     return Float8Tensor(func(t.payload, *args, **kwargs), func(t.scale, *args, **kwargs), t.dtype)
 
 
-def _transpose(func: Callable[..., Tensor], t: Float8Tensor, *axes: int) -> Float8Tensor:
+def _transpose(func: Callable[..., Tensor], t: Float8Tensor, *axes: Any) -> Float8Tensor:
     scale = t.scale if t.scale.dim() == 0 else func(t.scale, *axes)
     return Float8Tensor(func(t.payload, *axes), scale, t.dtype)
 
@@ -105,6 +109,8 @@ def _view(func: Callable[..., Tensor], t: Float8Tensor, shape: list[int]) -> Flo
     if t.scale.dim() == 0:
         return Float8Tensor(func(t.payload, shape), t.scale, t.dtype)
     payload = func(t.payload, shape)
+    if payload.shape == t.shape:
+        return Float8Tensor(payload, t.scale, t.dtype)
     if t.scale.shape[-1] != 1 or payload.shape[-1] != t.shape[-1]:
         raise NotImplementedError(
             f"{func} of {tuple(t.shape)} as {tuple(shape)}: a Float8Tensor with a scale per row can only be viewed "
@@ -125,6 +131,7 @@ _OPS: dict[Any, Callable[..., Any]] = {
     aten.alias.default: _both,
     aten.clone.default: _both,
     aten.detach.default: _both,
+    aten.permute.default: _transpose,
     aten.t.default: _transpose,
     aten.transpose.int: _transpose,
     aten.view.default: _view,
