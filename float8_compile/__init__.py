@@ -27,6 +27,7 @@ from float8_compile.filters import auto_filter
 from float8_compile.linear import Float8Linear
 from float8_compile.recipe import Cast, Gemm, Recipe
 from float8_compile.recompute import sac_save_ops
+from float8_compile.report import saved_tensors_report
 from float8_compile.tensor import Float8Tensor
 
 __version__ = "0.1.0"
@@ -51,4 +52,5 @@ __all__ = [
     "convert_to_float8_training",
     "float8_disabled",
     "sac_save_ops",
+    "saved_tensors_report",
 ]

@@ -215,7 +215,7 @@ def _warn_about(plan: list[ConversionRow], keep: Filter | None) -> None:
 
 # What wrappers put into names: torch.compile, FSDP1, activation checkpointing; DDP and DataParallel say "module",
 # which is also a name that people use, so those go by the parent's class.
-_WRAPPER_NAMES = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+WRAPPER_NAMES = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _MODULE_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
@@ -230,7 +230,7 @@ def _named_linears(root: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
         if isinstance(module, nn.Linear):
             yield prefix, module
         for name, child in module.named_children():
-            wraps = name in _WRAPPER_NAMES or (name == "module" and isinstance(module, _MODULE_WRAPPERS))
+            wraps = name in WRAPPER_NAMES or (name == "module" and isinstance(module, _MODULE_WRAPPERS))
             yield from walk(child, prefix if wraps else f"{prefix}.{name}" if prefix else name)
 
     yield from walk(root, "")

@@ -78,7 +78,8 @@ class Float8Linear(nn.Linear):
         if not self.enabled:
             return super().forward(input)
         device = input.device.type
-        x = input.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else input
+        autocast = device != "meta" and torch.is_autocast_enabled(device)
+        x = input.to(torch.get_autocast_dtype(device)) if autocast else input
         self._check(x)
         x_MK = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         w_NK, recipe = self.weight, self.recipe
@@ -148,7 +149,10 @@ class _Linear(torch.autograd.Function):
         kept = (w_payload, w_scale) if keeps_w8 else (other_payload, other_scale)
         ctx.casts_w_again = kept[0] is None
         x_saved = (x_payload, x_scale) if recipe.casts_input_once else (x_MK, None)
-        w_saved = (w_NK, w_scale) if ctx.casts_w_again else (gemm.stored_transposed(kept[0]), kept[1])
+        if ctx.casts_w_again:
+            w_saved = (w_NK, w_scale if recipe.casts_weight_once else None)
+        else:
+            w_saved = (gemm.stored_transposed(kept[0]), kept[1])
         x_needs_grad, w_needs_grad = ctx.needs_input_grad[:2]
         ctx.save_for_backward(
             *(x_saved if w_needs_grad else (None, None)), *(w_saved if x_needs_grad else (None, None))

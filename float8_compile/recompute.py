@@ -106,14 +106,16 @@ def _cast_tagged(w: Tensor, how: Cast, recompute: bool, axis: int = -1) -> Opera
 
 
 def _needed_in_forward(operand: Operand, kept: Operand) -> Operand:
-    """The operand, with a scale that depends on `kept`: plus zero times one of its elements.
+    """The operand, with a scale that depends on `kept`: the smaller of it and a number that is never smaller.
 
     Where backward wants another cast of the weight than forward (`rowwise`), forward has no use for it, and the
-    partitioner does not honour MUST_SAVE on what forward does not compute.
+    partitioner does not honour MUST_SAVE on what forward does not compute. Zero times an element would do as well,
+    if Inductor did not fold a product with zero away before it partitions.
     """
     if operand.scale is None or kept.scale is None or guard_or_false(kept.payload.numel() == 0):
         return operand
-    return Operand(operand.payload, operand.scale + 0 * kept.payload[0, 0].float())
+    never_smaller = kept.payload[0, 0].float().abs() + torch.finfo(torch.float32).max
+    return Operand(operand.payload, torch.minimum(operand.scale, never_smaller))
 
 
 @torch.no_grad()

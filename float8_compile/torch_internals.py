@@ -27,10 +27,23 @@ __all__ = [
     "statically_known_true",
 ]
 
+
 # torch._scaled_mm: the float8 GEMM, on the CPU, CUDA and ROCm. torch.nn.functional.scaled_mm is its public face
 # since 2.10, but traces to `_scaled_mm_v2`, for which Inductor has no epilogue fusion or templates in 2.11.
 # Delete when the oldest torch that we support lowers the public one equally well.
-scaled_mm = torch._scaled_mm
+def scaled_mm(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, out_dtype: torch.dtype, use_fast_accum: bool = False
+) -> Tensor:
+    """`torch._scaled_mm`, which autocast shall not see.
+
+    On a CPU without a float8 GEMM torch's kernel falls back on a float32 one, which autocast would turn into a
+    bfloat16 one: float32 results of 8 bits, and not those of a compiled graph.
+    """
+    if a.is_cpu and torch.is_autocast_enabled("cpu"):
+        with torch.autocast("cpu", enabled=False):
+            return torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
+    return torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
+
 
 # torch.Tensor._make_wrapper_subclass: the constructor that every traceable wrapper subclass uses, torch's own
 # (DTensor) and torchao's; there is no public one. https://github.com/albanD/subclass_zoo
@@ -41,8 +54,10 @@ make_wrapper = Tensor._make_wrapper_subclass
 disabled_torch_function = torch._C._disabled_torch_function_impl
 
 # statically_known_true, guard_or_false (torch.fx.experimental.symbolic_shapes, documented but "experimental"):
-# questions about a symbolic size that add no guard, so that padding to 16 costs no recompilation per token
-# count. Dynamo knows both by name and evaluates them while it traces (2.11, 2.13, 2.14).
+# questions about a symbolic size. The first never adds a guard, so that padding to 16 costs no recompilation per
+# token count. The second asks where it can, which adds a guard (none for 0 and 1, which have graphs of their own
+# anyhow), and says no of a size that depends on data. Dynamo knows both by name and evaluates them while it traces
+# (2.11, 2.13, 2.14).
 
 
 def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
@@ -76,9 +91,8 @@ def run_watched(
     names backward's placeholders otherwise than forward's nodes, or one whose `nn_module_stack` has no ids of modules
     for keys (then modules is empty). Delete when torch reports what it saves.
     """
-    import torch._dynamo  # for reset_code
     from torch._dynamo.backends.common import aot_autograd
-    from torch._dynamo.eval_frame import reset_code
+    from torch._dynamo.eval_frame import reset_code  # type: ignore[attr-defined]
     from torch._guards import detect_fake_mode
     from torch._inductor.compile_fx import partition_fn
     from torch._inductor.decomposition import select_decomp_table

@@ -16,8 +16,10 @@ from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import detect_fake_mode
+from torch._inductor.compile_fx import partition_fn
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.virtualized import V
 
 
 @dataclass
@@ -67,10 +69,15 @@ def graphs_of(run: Callable[[Callable[..., Any]], Any], fn: Callable[..., Any], 
 
         return compiler
 
+    def partition(joint: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        # Inductor's own step: it rewrites the joint graph before it splits it.
+        with V.set_fake_mode(detect_fake_mode(inputs)):
+            return partition_fn(joint, inputs, **kwargs)
+
     backend = aot_autograd(
         fw_compiler=keep(graphs.forward),
         bw_compiler=keep(graphs.backward),
-        partition_fn=min_cut_rematerialization_partition,
+        partition_fn=partition,
         decompositions=select_decomp_table(),
     )
     torch._dynamo.reset()

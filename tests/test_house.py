@@ -30,6 +30,7 @@ ORDER = [
     "compat",
     "table",
     "convert",
+    "report",
     "__init__",
 ]
 
