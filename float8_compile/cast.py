@@ -19,7 +19,6 @@ from float8_compile.recipe import Cast, Granularity
 from float8_compile.tensor import Float8Tensor, Operand
 from float8_compile.torch_internals import guard_or_false
 
-_FLOAT32_MAX = torch.finfo(torch.float32).max
 _FLOAT32_EXPONENT = 0x7F800000  # the eight exponent bits of a float32
 
 
@@ -47,7 +46,8 @@ def scale_from_amax(amax: Tensor, dtype: torch.dtype, power_of_two: bool = False
     # A tensor of amax's rank, so that promotion sees two equals: in a graph this is one constant for all casts
     # and one division each, where `number / amax.double()` is a conversion, a reciprocal and a product.
     largest = amax.new_full([1] * amax.dim(), torch.finfo(dtype).max, dtype=torch.float64)
-    scale = (largest / amax).clamp(max=_FLOAT32_MAX).float()
+    # Asked for here: under dynamic=True Dynamo takes a module's float for an input of the graph.
+    scale = (largest / amax).clamp(max=torch.finfo(torch.float32).max).float()
     if not power_of_two:
         return scale
     floor = (scale.view(torch.int32) & _FLOAT32_EXPONENT).view(torch.float32)

@@ -135,24 +135,22 @@ def _transposed_parts(t: AnyOperand) -> Operand:
     return Operand(payload.t(), None if scale is None else scale.t())
 
 
-def _missing(size: int) -> int:
-    """Zeros that bring a size to a multiple of 16; 0 where a symbolic size is known to be one."""
-    return 0 if statically_known_true(size % ALIGNMENT == 0) else -size % ALIGNMENT
+def _is_aligned(size: int) -> bool:
+    """Whether a size is known to be a multiple of 16; asking adds no guard on a symbolic one."""
+    return statically_known_true(size % ALIGNMENT == 0)
 
 
 def _pad(payload: Tensor, columns: int, rows: int = 0) -> Tensor:
     """Zeros to the right and, where rows is given, below. As bytes: float8 has no padding kernel everywhere."""
-    right, below = _missing(columns), _missing(rows)
-    if isinstance(right, int) and isinstance(below, int) and right == below == 0:
+    if _is_aligned(columns) and _is_aligned(rows):
         return payload
-    return F.pad(payload.view(torch.uint8), (0, right, 0, below)).view(payload.dtype)
+    zeros = (0, -columns % ALIGNMENT, 0, -rows % ALIGNMENT)
+    return F.pad(payload.view(torch.uint8), zeros).view(payload.dtype)
 
 
 def _pad_ones(unscale_1S: Tensor, columns: int) -> Tensor:
-    right = _missing(columns)
-    return unscale_1S if isinstance(right, int) and right == 0 else F.pad(unscale_1S, (0, right), value=1.0)
+    return unscale_1S if _is_aligned(columns) else F.pad(unscale_1S, (0, -columns % ALIGNMENT), value=1.0)
 
 
 def _cut(result_RS: Tensor, columns: int) -> Tensor:
-    missing = _missing(columns)
-    return result_RS if isinstance(missing, int) and missing == 0 else result_RS[:, :columns]
+    return result_RS if _is_aligned(columns) else result_RS[:, :columns]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from inspect import signature
+from inspect import isbuiltin, signature
 from types import FunctionType
 from typing import Any
 
@@ -60,14 +60,17 @@ disabled_torch_function = torch._C._disabled_torch_function_impl
 # (2.11, 2.13, 2.14).
 
 
+_APPLY_BINDS = not isbuiltin(torch.autograd.Function.apply)
+
+
 def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     """`function.apply(*args)`, without the 30 us that it takes eagerly to bind arguments of a `setup_context`.
 
-    `Function.apply` looks up and binds the signature at each call, for keyword arguments that we don't use; its
-    C++ base class has the rest. Dynamo and functorch know only the public one (the second question is
-    torch._C._are_functorch_transforms_active). Delete when torch binds only where there are keywords.
+    Up to torch 2.13 `Function.apply` looks up and binds the signature at each call, for keyword arguments that we
+    don't use; its C++ base class has the rest. Dynamo and functorch know only the public one (the second question is
+    torch._C._are_functorch_transforms_active). Delete when 2.14, where `apply` itself is C++, is the oldest.
     """
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if not _APPLY_BINDS or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
