@@ -17,7 +17,7 @@ from torch import Tensor
 
 from float8_compile.recipe import Cast, Granularity
 from float8_compile.tensor import Float8Tensor, Operand
-from float8_compile.torch_internals import guard_or_false
+from float8_compile.torch_internals import at_most, guard_or_false, saturate
 
 _FLOAT32_EXPONENT = 0x7F800000  # the eight exponent bits of a float32
 
@@ -47,7 +47,7 @@ def scale_from_amax(amax: Tensor, dtype: torch.dtype, power_of_two: bool = False
     # and one division each, where `number / amax.double()` is a conversion, a reciprocal and a product.
     largest = amax.new_full([1] * amax.dim(), torch.finfo(dtype).max, dtype=torch.float64)
     # Asked for here: under dynamic=True Dynamo takes a module's float for an input of the graph.
-    scale = (largest / amax).clamp(max=torch.finfo(torch.float32).max).float()
+    scale = at_most(largest / amax, torch.finfo(torch.float32).max).float()
     if not power_of_two:
         return scale
     floor = (scale.view(torch.int32) & _FLOAT32_EXPONENT).view(torch.float32)
@@ -56,8 +56,7 @@ def scale_from_amax(amax: Tensor, dtype: torch.dtype, power_of_two: bool = False
 
 def saturating_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """float8 `x * scale`, beyond the range the largest value: a plain conversion gives inf (e5m2) or NaN (e4m3)."""
-    largest = torch.finfo(dtype).max
-    return (x.float() * scale).clamp(-largest, largest).to(dtype)
+    return saturate(x.float() * scale, torch.finfo(dtype).max).to(dtype)
 
 
 def cast(x: Tensor, how: Cast, axis: int = -1) -> Tensor:

@@ -19,10 +19,12 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_kno
 
 __all__ = [
     "apply_function",
+    "at_most",
     "disabled_torch_function",
     "guard_or_false",
     "make_wrapper",
     "run_watched",
+    "saturate",
     "scaled_mm",
     "statically_known_true",
 ]
@@ -58,6 +60,24 @@ disabled_torch_function = torch._C._disabled_torch_function_impl
 # token count. The second asks where it can, which adds a guard (none for 0 and 1, which have graphs of their own
 # anyhow), and says no of a size that depends on data. Dynamo knows both by name and evaluates them while it traces
 # (2.11, 2.13, 2.14).
+
+
+# From torch 2.14 on Inductor writes clamp as `tl.minimum(..., PropagateNan.ALL)`, and Triton 3.8 then miscompiles a
+# transposed one-byte store beside it: garbage that reads as NaN (https://github.com/triton-lang/triton/issues/11111).
+# The same values by comparison use no such instruction, at twice the graph nodes. Delete when Triton has mended it.
+CLAMP_IS_SAFE = torch.__version__ < (2, 14)  # type: ignore[operator]
+
+
+def at_most(x: Tensor, largest: float) -> Tensor:
+    """`x.clamp(max=largest)`; NaN stays NaN."""
+    return x.clamp(max=largest) if CLAMP_IS_SAFE else torch.where(x > largest, largest, x)
+
+
+def saturate(x: Tensor, largest: float) -> Tensor:
+    """`x.clamp(-largest, largest)`; NaN stays NaN."""
+    if CLAMP_IS_SAFE:
+        return x.clamp(-largest, largest)
+    return torch.where(x < -largest, -largest, at_most(x, largest))
 
 
 _APPLY_BINDS = not isbuiltin(torch.autograd.Function.apply)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import math
 import pkgutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from compile_checks import compile_counted
+from compile_checks import compile_counted, graphs_of
 from oracles import E4M3
 from test_house import strange
 from torch import Tensor
 
-from float8_compile import torch_internals
+from float8_compile import Float8Linear, torch_internals
 from float8_compile.torch_internals import (
     apply_function,
     disabled_torch_function,
@@ -228,3 +229,27 @@ def test_above_function_there_still_is_an_apply_that_binds_no_arguments() -> Non
     if inspect.isbuiltin(first.apply):
         pytest.skip("this torch's Function.apply is in C++ itself")
     assert inspect.isbuiltin(second.apply)
+
+
+@pytest.mark.parametrize("clamp_is_safe", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_saturating_by_comparison_is_clamping(
+    monkeypatch: pytest.MonkeyPatch, clamp_is_safe: bool, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(torch_internals, "CLAMP_IS_SAFE", clamp_is_safe)
+    x = torch.tensor([0.0, -0.0, 1.0, 448.0, -448.0, 448.1, -1e30, math.inf, -math.inf, math.nan], dtype=dtype)
+    for by_us, by_torch in (
+        (torch_internals.saturate(x, 448.0), x.clamp(-448.0, 448.0)),
+        (torch_internals.at_most(x, 448.0), x.clamp(max=448.0)),
+    ):
+        assert by_us.dtype is dtype
+        assert torch.equal(by_us.nan_to_num(), by_torch.nan_to_num())
+        assert torch.equal(by_us.isnan(), by_torch.isnan())
+        assert torch.equal(by_us.signbit(), by_torch.signbit())
+
+
+def test_where_triton_miscompiles_clamp_no_cast_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for clamp_is_safe, clamps in ((True, True), (False, False)):
+        monkeypatch.setattr(torch_internals, "CLAMP_IS_SAFE", clamp_is_safe)
+        graphs = graphs_of(lambda f: f(torch.randn(8, 8, requires_grad=True)).sum().backward(), Float8Linear(8, 8))
+        assert (sum(graphs.calls("clamp")) > 0) is clamps
