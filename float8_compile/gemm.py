@@ -91,7 +91,7 @@ def _contract(
     if unscale_b.dim() > 0:
         unscale_b = unscale_b.t()  # (1, S), beside the result's columns
     if emulate:
-        return (_float32_product(a_RC, b_SC) * unscale_a * unscale_b).to(dtype)
+        return (_float32_product(a_RC, b_SC) * (unscale_a * unscale_b)).to(dtype)
     a, b = _pad(_by_rows(a_RC), contracted), _pad(b_SC.contiguous(), contracted, columns)
     by_tensor = unscale_a.dim() == 0 and unscale_b.dim() == 0
     by_row = unscale_a.dim() == 2 and unscale_b.dim() == 2 and fast_accum and dtype is torch.bfloat16
@@ -99,7 +99,8 @@ def _contract(
         unscale_b = unscale_b if by_tensor else _pad_ones(unscale_b, columns)
         result = scaled_mm(a, b.t(), unscale_a, unscale_b, out_dtype=dtype, use_fast_accum=fast_accum)
         return _cut(result, columns)
-    return (_unscaled_product(a, b, dtype, columns) * unscale_a * unscale_b).to(dtype)
+    # Scales first: a huge one times a product of payloads is inf, also where the other one would bring it back.
+    return (_unscaled_product(a, b, dtype, columns) * (unscale_a * unscale_b)).to(dtype)
 
 
 def _unscaled_product(a_RC: Tensor, b_SC: Tensor, dtype: torch.dtype, columns: int) -> Tensor:

@@ -5,8 +5,8 @@
                                                grad_weight = g.T @ x
 
 Each operand is cast once, unless its other GEMM wants another cast (`rowwise`: one scale per row of what is
-contracted, which is another axis there). Backward keeps the float8 input; of the weight it keeps the float8
-cast or casts again, as `recompute_weight_cast` says (recompute.py).
+contracted, which is another axis there). Of the input, backward keeps the float8 cast where it serves both GEMMs,
+else the input; of the weight the float8 cast, or it casts again, as `recompute_weight_cast` says (recompute.py).
 Shapes: M tokens, K in_features, N out_features, as in gemm.py.
 """
 
@@ -23,8 +23,8 @@ from float8_compile import gemm
 from float8_compile.cast import cast_operand, saturating_cast
 from float8_compile.recipe import Recipe
 from float8_compile.recompute import cast_weight
-from float8_compile.tensor import Operand
-from float8_compile.torch_internals import apply_function
+from float8_compile.tensor import Float8Tensor, Operand
+from float8_compile.torch_internals import apply_function, is_nested_transform
 
 HIGH_PRECISION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -77,10 +77,10 @@ class Float8Linear(nn.Linear):
         """
         if not self.enabled:
             return super().forward(input)
+        self._check(input)
         device = input.device.type
         autocast = device != "meta" and torch.is_autocast_enabled(device)
         x = input.to(torch.get_autocast_dtype(device)) if autocast else input
-        self._check(x)
         x_MK = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         w_NK, recipe = self.weight, self.recipe
         with torch.no_grad():
@@ -101,9 +101,10 @@ class Float8Linear(nn.Linear):
                 f"{self._name()}: the input is {x.dtype}, but float8 GEMMs give bfloat16, float16 or float32; "
                 "cast the input, or leave this layer out with module_filter_fn"
             )
-        if x.shape[-1] != self.in_features:
+        if x.dim() == 0 or x.shape[-1] != self.in_features:
+            last = x.shape[-1] if x.dim() else "missing"
             raise ValueError(
-                f"{self._name()}: the input's last dimension is {x.shape[-1]} in {tuple(x.shape)}, "
+                f"{self._name()}: the input's last dimension is {last} in {tuple(x.shape)}, "
                 f"but in_features is {self.in_features}"
             )
 
@@ -161,6 +162,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g_MN: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if is_nested_transform():  # where once_differentiable would give zeros
+            raise NotImplementedError("a Float8Linear can't be differentiated twice: use float8_disabled(model)")
         x_saved, x_scale, w_saved, w_scale = ctx.saved_tensors
         recipe, emulate = ctx.recipe, ctx.recipe.emulate
         x_needs_grad, w_needs_grad, bias_needs_grad = ctx.needs_input_grad[:3]
@@ -182,7 +185,9 @@ class _Linear(torch.autograd.Function):
             x8 = Operand(x_saved, x_scale) if recipe.casts_input_once else cast_operand(x_saved, how.right, axis=0)
             w_grad = gemm.grad_weight(g8, x8, ctx.w_dtype, fast_accum=how.fast_accum, emulate=emulate)
         if bias_needs_grad:
-            bias_grad = g_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+            g_MN = g_MN.dequantize() if isinstance(g_MN, Float8Tensor) else g_MN
+            # contiguous: the order of a sum depends on strides, and a compiled backward gets a contiguous gradient
+            bias_grad = g_MN.contiguous().sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return x_grad, w_grad, bias_grad, *[None] * 8
 
     @staticmethod

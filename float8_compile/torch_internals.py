@@ -22,6 +22,7 @@ __all__ = [
     "at_most",
     "disabled_torch_function",
     "guard_or_false",
+    "is_nested_transform",
     "make_wrapper",
     "run_watched",
     "saturate",
@@ -93,6 +94,17 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     if not _APPLY_BINDS or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+def is_nested_transform() -> bool:
+    """Whether this runs under two or more of torch.func's transforms, such as grad of grad.
+
+    torch._C._functorch.maybe_current_level: the depth, or None. Not asked under Dynamo, which traces each transform.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    level = torch._C._functorch.maybe_current_level()
+    return level is not None and level > 1
 
 
 def run_watched(
