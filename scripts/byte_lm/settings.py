@@ -29,7 +29,7 @@ class Size:
 # the start end 0.2 % apart, so that what is left to see is the recipe.
 SIZES = {
     "tiny": Size(width=64, layers=2, heads=2, context=64, batch=8, steps=200, learning_rate=3e-3),
-    "small": Size(width=128, layers=4, heads=4, context=256, batch=4, steps=400, learning_rate=1e-3),
+    "small": Size(width=128, layers=4, heads=4, context=256, batch=4, steps=500, learning_rate=1e-3),
     "base": Size(width=768, layers=12, heads=12, context=1024, batch=32, steps=1000, learning_rate=6e-4),
 }
 
@@ -52,5 +52,5 @@ class Settings:
 
     @property
     def validation_every(self) -> int:
-        """Steps between two validations: eight in a run, however short."""
-        return -(-self.steps // 8)
+        """Steps between two validations: five in a run, however short."""
+        return -(-self.steps // 5)
