@@ -88,7 +88,9 @@ def cast_weight(w: Tensor, recipe: Recipe, recompute: bool, read_by_backward: bo
     if not handed_on or not recipe.grad_input.is_float8:
         return w8, None
     other_w8 = _cast_tagged(w, recipe.grad_input.right, recompute, axis=0)
-    return (w8 if recompute else _needed_in_forward(w8, other_w8)), other_w8
+    if traced and not recompute:
+        w8 = _needed_in_forward(w8, other_w8)
+    return w8, other_w8
 
 
 def _cast_tagged(w: Tensor, how: Cast, recompute: bool, axis: int = -1) -> Operand:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import float8_compile as f8
+from float8_compile import recompute
 from float8_compile.recipe import HIGH_PRECISION, Cast, Gemm
 from float8_compile.recompute import weights_to_keep
 
@@ -136,10 +137,8 @@ def test_gradients_are_bitwise_those_of_eager_either_way(situation: str, recipe:
 
 def test_without_the_tags_the_partitioner_would_decide_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways round, so the tests above can fail: parameters are always cast again, leaf tensors always kept."""
-    monkeypatch.setattr("float8_compile.recompute._policy", lambda *a, **k: CheckpointPolicy.PREFER_SAVE)
-    for recompute in (True, False):
-        contexts = functools.partial(create_selective_checkpoint_contexts, lambda *a, **k: CheckpointPolicy.PREFER_SAVE)
-        monkeypatch.setitem(__import__("float8_compile.recompute").recompute._CONTEXTS, recompute, contexts)
+    contexts = functools.partial(create_selective_checkpoint_contexts, lambda *a, **k: CheckpointPolicy.PREFER_SAVE)
+    monkeypatch.setattr(recompute, "_CONTEXTS", {True: contexts, False: contexts})
     everything = sum(n * k for n, k in SHAPES.values())
     as_module = graphs_in("module", mlp("tensorwise", CHOICES["keep"]))
     as_leaves = graphs_in("plain leaf tensors", mlp("tensorwise", CHOICES["recompute"]))
@@ -185,8 +184,8 @@ def test_flipping_costs_one_recompilation() -> None:
     model = mlp("tensorwise", CHOICES["recompute"])
     run, counter = compile_counted(model)
     for expected, choice in enumerate(("recompute", "keep", "mixed"), start=1):
-        for fqn, recompute in CHOICES[choice].items():
-            model.get_submodule(fqn).recompute_weight_cast = recompute
+        for fqn, again in CHOICES[choice].items():
+            model.get_submodule(fqn).recompute_weight_cast = again
         for _ in range(2):
             step(run)
         assert counter.frame_count == expected
