@@ -8,6 +8,15 @@
 The path to read: convert.py -> linear.py -> cast.py, gemm.py.
 """
 
+from float8_compile import preview
+from float8_compile.calibration import (
+    calibrate,
+    mark_calibrated,
+    reset_delayed_scaling,
+    sync_float8_amax_and_scale_history,
+    update_delayed_scaling,
+)
+from float8_compile.checkpoint import plain_state_dict
 from float8_compile.compat import (
     CastConfig,
     Float8GemmConfig,
@@ -25,7 +34,7 @@ from float8_compile.convert import (
 )
 from float8_compile.filters import auto_filter
 from float8_compile.linear import Float8Linear
-from float8_compile.recipe import Cast, Gemm, Recipe
+from float8_compile.recipe import Cast, DelayedScaling, Gemm, Recipe
 from float8_compile.recompute import sac_save_ops
 from float8_compile.report import saved_tensors_report
 from float8_compile.tensor import Float8Tensor
@@ -35,6 +44,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Cast",
     "CastConfig",
+    "DelayedScaling",
     "Float8GemmConfig",
     "Float8Linear",
     "Float8LinearConfig",
@@ -47,10 +57,17 @@ __all__ = [
     "__version__",
     "_auto_filter_for_recipe",
     "auto_filter",
+    "calibrate",
     "conversion_report",
     "convert_from_float8_training",
     "convert_to_float8_training",
     "float8_disabled",
+    "mark_calibrated",
+    "plain_state_dict",
+    "preview",
+    "reset_delayed_scaling",
     "sac_save_ops",
     "saved_tensors_report",
+    "sync_float8_amax_and_scale_history",
+    "update_delayed_scaling",
 ]

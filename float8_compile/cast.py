@@ -5,9 +5,8 @@
     cast  = clamp(float32(x) * scale, -MAX, MAX)        then rounded to float8
 
 Pure functions on plain tensors; `cast` puts the result into a `Float8Tensor`, `cast_operand` leaves it in parts. NaN
-stays NaN. An amax of 0 gives
-a finite scale, and so exact zeros. There is no epsilon: one large enough to matter flushes small gradients to
-zero.
+stays NaN. An amax of 0 gives a finite scale, and so exact zeros. There is no epsilon: one large enough to matter
+flushes small gradients to zero. Where the amax is another step's, it is delayed.py's business.
 """
 
 from __future__ import annotations
@@ -22,19 +21,20 @@ from float8_compile.torch_internals import at_most, guard_or_false, saturate
 _FLOAT32_EXPONENT = 0x7F800000  # the eight exponent bits of a float32
 
 
-def tensor_amax(x: Tensor, granularity: Granularity = "tensor", axis: int = -1) -> Tensor:
+def tensor_amax(x: Tensor, granularity: Granularity = "tensor", axis: int = -1, *, produced: bool = True) -> Tensor:
     """The largest magnitude of x, of x's dtype.
 
     "tensor": shape (). Reduced row by row, then the rows' maxima: Inductor can fuse the first stage with the
     cast and with whatever produced x, which it can't with one full `max`.
     "row": x's shape with 1 along `axis`, the contracted axis.
+    produced: False for what no kernel of the graph produces (a weight): then one full reduction is a kernel less.
     An empty tensor has amax 0.
     """
     if guard_or_false(x.numel() == 0):
         return x.new_zeros(()) if granularity == "tensor" else x.new_zeros(_with_one(x, axis))
     if granularity == "row":
         return x.abs().amax(axis, keepdim=True)
-    return x.abs().amax(-1).amax()
+    return x.abs().amax(-1).amax() if produced else x.abs().amax()
 
 
 def scale_from_amax(amax: Tensor, dtype: torch.dtype, power_of_two: bool = False) -> Tensor:
@@ -54,9 +54,17 @@ def scale_from_amax(amax: Tensor, dtype: torch.dtype, power_of_two: bool = False
     return torch.where(scale.isnan(), scale, floor)
 
 
-def saturating_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """float8 `x * scale`, beyond the range the largest value: a plain conversion gives inf (e5m2) or NaN (e4m3)."""
-    return saturate(x.float() * scale, torch.finfo(dtype).max).to(dtype)
+def saturating_cast(x: Tensor, scale: Tensor, dtype: torch.dtype, *, foreign: bool = False) -> Tensor:
+    """float8 `x * scale`, beyond the range the largest value: a plain conversion gives inf (e5m2) or NaN (e4m3).
+
+    foreign: the scale is not x's own (delayed). An infinity would then saturate, and nobody see that the step has
+    overflowed: it becomes NaN, which it does under its own scale, 0.
+    """
+    x = x.float()
+    scaled = x * scale
+    if foreign:
+        scaled = scaled + (x - x)  # 0, or NaN; a `where` would be so many ops that Inductor stops fusing the producer
+    return saturate(scaled, torch.finfo(dtype).max).to(dtype)
 
 
 def cast(x: Tensor, how: Cast, axis: int = -1) -> Tensor:
@@ -67,7 +75,7 @@ def cast(x: Tensor, how: Cast, axis: int = -1) -> Tensor:
     scale varies along the contracted axis: no GEMM could take that out again. Not differentiable: the gradient
     of a linear's operand is its GEMM's business.
     """
-    payload, scale = cast_operand(x, how, axis)
+    payload, scale, _ = cast_operand(x, how, axis)
     return payload if scale is None else Float8Tensor(payload, scale, x.dtype)
 
 
@@ -76,12 +84,12 @@ def cast_operand(x: Tensor, how: Cast, axis: int = -1) -> Operand:
     if isinstance(x, Float8Tensor):
         varies = x.scale.dim() > 0 and not guard_or_false(x.scale.shape[axis] == 1)
         if how.dtype is not None and not varies:
-            return Operand(x.payload, x.scale)
+            return Operand(x.payload, x.scale, x.scale.reciprocal())
         x = x.dequantize()
     if how.dtype is None:
-        return Operand(x, None)
+        return Operand(x)
     scale = scale_from_amax(tensor_amax(x, how.granularity, axis), how.dtype, how.power_of_two)
-    return Operand(saturating_cast(x, scale, how.dtype), scale)
+    return Operand(saturating_cast(x, scale, how.dtype), scale, scale.reciprocal())
 
 
 def _with_one(x: Tensor, axis: int) -> list[int]:

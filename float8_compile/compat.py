@@ -10,18 +10,20 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from float8_compile.filters import AutoFilter, auto_filter
-from float8_compile.recipe import E4M3, E5M2, HIGH_PRECISION, Cast, Gemm, Granularity, Recipe
+from float8_compile.recipe import E4M3, E5M2, HIGH_PRECISION, Cast, Gemm, Granularity, Recipe, Scaling
 
 
 class ScalingType(enum.Enum):
-    """Where a scale comes from: DYNAMIC, the tensor itself; DISABLED, nowhere: high precision."""
+    """Where a scale comes from: DYNAMIC, the tensor itself; DELAYED, the steps before; DISABLED, nowhere: high
+    precision."""
 
     DYNAMIC = "dynamic"
+    DELAYED = "delayed"
     DISABLED = "disabled"
 
 
@@ -154,12 +156,12 @@ def _cast(config: Any, default: torch.dtype, power_of_two: bool) -> Cast:
     scaling = config.scaling_type.value
     if scaling == ScalingType.DISABLED.value:
         return HIGH_PRECISION
-    if scaling != ScalingType.DYNAMIC.value:
-        raise ValueError(f"{config.scaling_type}: float8_compile knows DYNAMIC and DISABLED")
+    if scaling not in get_args(Scaling):
+        raise ValueError(f"{config.scaling_type}: float8_compile knows DYNAMIC, DELAYED and DISABLED")
     granularity = _GRANULARITY.get(config.scaling_granularity.value)
     if granularity is None:
         raise ValueError(f"{config.scaling_granularity}: float8_compile knows TENSORWISE and AXISWISE")
-    return Cast(config.target_dtype or default, granularity=granularity, power_of_two=power_of_two)
+    return Cast(config.target_dtype or default, scaling, granularity=granularity, power_of_two=power_of_two)
 
 
 def _named(recipe: Recipe) -> Recipe:

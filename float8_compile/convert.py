@@ -18,7 +18,7 @@ from torch import nn
 
 from float8_compile.compat import is_linear_config, recipe_from_config
 from float8_compile.filters import missing_gpu_support, obstacle
-from float8_compile.linear import Float8Linear
+from float8_compile.linear import Float8Linear, become_float8
 from float8_compile.recipe import Recipe
 from float8_compile.recompute import weights_to_keep
 from float8_compile.table import text_table
@@ -86,8 +86,12 @@ def convert_to_float8_training(
             setattr(linear, _SKIPPED, row.reason)
         else:
             vars(linear).pop(_SKIPPED, None)
-            linear.__class__ = Float8Linear
-            cast(Float8Linear, linear).become_float8(row.recipe, recompute[row.fqn], row.fqn)
+    become_float8(
+        [linear for linear, _ in chosen.values()],
+        [recipe for _, recipe in chosen.values()],
+        [recompute[fqn] for fqn in chosen],
+        list(chosen),
+    )
     return module
 
 

@@ -71,29 +71,33 @@ def stored_transposed(payload: Tensor) -> Tensor:
 
 def _contract(
     a_RC: Tensor,
-    a_scale: Tensor | None,
+    unscale_a: Tensor | None,
     b_SC: Tensor,
-    b_scale: Tensor | None,
+    unscale_b: Tensor | None,
     dtype: torch.dtype,
     fast_accum: bool,
     emulate: bool,
 ) -> Tensor:
     """`a @ b.T`, (R, S): every one of the three has this form, rows R, columns S, contracted axis C.
 
-    a, b: float8 payloads with their scales, of shape () or (R, 1) and (S, 1); or high precision and None.
+    a, b: float8 payloads with 1 / scale, of shape () or (R, 1) and (S, 1); or high precision and None.
     """
     rows, contracted, columns = *a_RC.shape, b_SC.shape[0]
     if guard_or_false(rows == 0) or guard_or_false(contracted == 0):
         return torch.zeros(rows, columns, dtype=dtype, device=a_RC.device)
-    if a_scale is None or b_scale is None:
+    if unscale_a is None or unscale_b is None:
         return (a_RC @ b_SC.t()).to(dtype)
-    unscale_a, unscale_b = a_scale.reciprocal(), b_scale.reciprocal()
+    # Beside the result's rows and columns, (R, 1) and (1, S), and so by their strides too: a transposed one is not.
+    if unscale_a.dim() > 0:
+        unscale_a = unscale_a.flatten().unsqueeze(1)
     if unscale_b.dim() > 0:
-        unscale_b = unscale_b.t()  # (1, S), beside the result's columns
+        unscale_b = unscale_b.flatten().unsqueeze(0)
     if emulate:
         return (_float32_product(a_RC, b_SC) * (unscale_a * unscale_b)).to(dtype)
-    a, b = _pad(_by_rows(a_RC), contracted), _pad(b_SC.contiguous(), contracted, columns)
+    a, b = _one_buffer(_pad(_by_rows(a_RC), contracted)), _pad(b_SC.contiguous(), contracted, columns)
     by_tensor = unscale_a.dim() == 0 and unscale_b.dim() == 0
+    if by_tensor:  # with a scale per row it makes Inductor write a transposed cast uncoalesced (benchmarks/LOG.md)
+        b = _one_buffer(b)
     by_row = unscale_a.dim() == 2 and unscale_b.dim() == 2 and fast_accum and dtype is torch.bfloat16
     if by_tensor or by_row:
         unscale_b = unscale_b if by_tensor else _pad_ones(unscale_b, columns)
@@ -114,6 +118,17 @@ def _unscaled_product(a_RC: Tensor, b_SC: Tensor, dtype: torch.dtype, columns: i
     return _cut(scaled_mm(a_RC, b_SC.t(), one, one, out_dtype=raw_dtype), columns)
 
 
+def _one_buffer(payload: Tensor) -> Tensor:
+    """The payload, in a graph in memory: Inductor would compute it again for each GEMM that reads it, a copy for each.
+
+    It writes an operand of `_scaled_mm` where the GEMM wants it, and notices no other reader of what it casts; of
+    `as_strided`, here the identity, it writes the input once.
+    """
+    if not torch.compiler.is_compiling():
+        return payload
+    return payload.as_strided(payload.shape, payload.stride())
+
+
 def _by_rows(payload: Tensor) -> Tensor:
     """Contiguous, and by its strides too: a row that was a column is (1, 1) apart, which CUDA takes for a column."""
     return payload.reshape(-1).unsqueeze(0) if guard_or_false(payload.shape[0] == 1) else payload.contiguous()
@@ -125,15 +140,16 @@ def _float32_product(a_RC: Tensor, b_SC: Tensor) -> Tensor:
         return a_RC.float() @ b_SC.float().t()
 
 
-def _parts(t: AnyOperand) -> Operand:
+def _parts(t: AnyOperand) -> tuple[Tensor, Tensor | None]:
+    """The payload and 1 / scale; or high precision and None."""
     if isinstance(t, Operand):
-        return t
-    return Operand(t.payload, t.scale) if isinstance(t, Float8Tensor) else Operand(t, None)
+        return t.payload, t.unscale if t.unscale is not None or t.scale is None else t.scale.reciprocal()
+    return (t.payload, t.scale.reciprocal()) if isinstance(t, Float8Tensor) else (t, None)
 
 
-def _transposed_parts(t: AnyOperand) -> Operand:
-    payload, scale = _parts(t)
-    return Operand(payload.t(), None if scale is None else scale.t())
+def _transposed_parts(t: AnyOperand) -> tuple[Tensor, Tensor | None]:
+    payload, unscale = _parts(t)
+    return payload.t(), None if unscale is None else unscale.t()
 
 
 def _is_aligned(size: int) -> bool:

@@ -13,14 +13,18 @@ Shapes: M tokens, K in_features, N out_features, as in gemm.py.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from float8_compile import gemm
-from float8_compile.cast import cast_operand, saturating_cast
+from float8_compile.cast import saturating_cast
+from float8_compile.delayed import DelayedScale, cast_with
+from float8_compile.delayed_step import give_scales
+from float8_compile.layer_scales import ScaledLinear
 from float8_compile.recipe import Recipe
 from float8_compile.recompute import cast_weight
 from float8_compile.tensor import Float8Tensor, Operand
@@ -29,22 +33,25 @@ from float8_compile.torch_internals import apply_function, is_nested_transform
 HIGH_PRECISION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class Float8Linear(nn.Linear):
+class Float8Linear(ScaledLinear):
     """`nn.Linear` in float8: the same parameters, arguments and gradients, other arithmetic.
 
     Made from a live `nn.Linear` by `convert_to_float8_training`, or built like one, with a recipe.
 
     recipe: how each operand is cast; may be replaced by another recipe at any time.
+    input_scale, grad_output_scale, weight_scale: the state of delayed scales (delayed.py), else None. It moves in
+        training with gradients enabled; in `eval()` or under `no_grad` scales are used and amaxes are not recorded.
     recompute_weight_cast: True casts the weight again in backward, False keeps the float8 weight (N·K bytes).
         Settable at any time; costs one recompilation.
     enabled: False runs the layer in high precision (see `float8_disabled`).
     fqn: the layer's name in the model that was converted, for messages.
+    calibrating: record amaxes in any mode (see `calibrate`).
     """
 
-    recipe: Recipe
     recompute_weight_cast: bool
     enabled: bool
     fqn: str
+    calibrating: bool
 
     def __init__(
         self,
@@ -58,16 +65,14 @@ class Float8Linear(nn.Linear):
         recompute_weight_cast: bool = True,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.become_float8(recipe if isinstance(recipe, Recipe) else Recipe.from_name(recipe), recompute_weight_cast)
-
-    def become_float8(self, recipe: Recipe, recompute_weight_cast: bool = True, fqn: str = "") -> None:
-        """Give a module whose class has just become `Float8Linear` what it needs beside its parameters."""
-        self.recipe, self.recompute_weight_cast, self.enabled, self.fqn = recipe, recompute_weight_cast, True, fqn
+        recipe = recipe if isinstance(recipe, Recipe) else Recipe.from_name(recipe)
+        become_float8([self], [recipe], [recompute_weight_cast], [""])
 
     def become_plain(self) -> None:
         """Become an `nn.Linear` again, the same object."""
         self.__class__ = nn.Linear  # type: ignore[assignment]
-        del self.recipe, self.recompute_weight_cast, self.enabled, self.fqn
+        for name in _ATTRIBUTES:
+            delattr(self, name)
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., K) -> (..., N), of the input's dtype, or of autocast's where that is on.
@@ -82,15 +87,18 @@ class Float8Linear(nn.Linear):
         autocast = device != "meta" and torch.is_autocast_enabled(device)
         x = input.to(torch.get_autocast_dtype(device)) if autocast else input
         x_MK = x if x.dim() == 2 else x.reshape(-1, self.in_features)
-        w_NK, recipe = self.weight, self.recipe
+        w_NK, recipe = self.weight, self._recipe
+        records = self.calibrating or (self.training and torch.is_grad_enabled())
         with torch.no_grad():
-            x8 = cast_operand(x_MK, recipe.output.left)
-        w8, kept_w8 = cast_weight(w_NK, recipe, self.recompute_weight_cast, read_by_backward=x.requires_grad)
+            x8 = cast_with(x_MK, recipe.output.left, self.input_scale, record=records)
+        w8, kept_w8 = cast_weight(
+            w_NK, recipe, self.recompute_weight_cast, read_by_backward=x.requires_grad, delayed=self.weight_scale
+        )
         keeps_w8 = kept_w8 is w8
         other_w8 = None if keeps_w8 else kept_w8
-        y_MN = apply_function(
-            _Linear, x_MK, w_NK, self.bias, *_float8(x8), *_float8(w8), *_float8(other_w8), keeps_w8, recipe
-        )
+        scales = _Scales(self.input_scale, self.grad_output_scale, self.weight_scale, records)
+        operands = *_float8(x8), *_float8(w8), *_float8(other_w8)
+        y_MN = apply_function(_Linear, x_MK, w_NK, self.bias, *operands, keeps_w8, recipe, scales)
         return y_MN if x.dim() == 2 else y_MN.view(*x.shape[:-1], self.out_features)
 
     def _check(self, x: Tensor) -> None:
@@ -116,6 +124,32 @@ class Float8Linear(nn.Linear):
         return f"{super().extra_repr()}, recipe={self.recipe}{kept}{'' if self.enabled else ', disabled'}"
 
 
+_ATTRIBUTES = (
+    "_recipe",
+    "recompute_weight_cast",
+    "enabled",
+    "fqn",
+    "calibrating",
+    "input_scale",
+    "grad_output_scale",
+    "weight_scale",
+)
+
+
+def become_float8(
+    linears: Sequence[nn.Linear], recipes: Sequence[Recipe], recompute: Sequence[bool], fqns: Sequence[str]
+) -> None:
+    """Turn live linears into `Float8Linear`s, all at once, so that those with equal settings share their state's
+    vectors. The objects and their parameters stay the same."""
+    for linear, recipe, recompute_weight_cast, fqn in zip(linears, recipes, recompute, fqns, strict=True):
+        if not isinstance(linear, Float8Linear):
+            linear.__class__ = Float8Linear  # type: ignore[assignment]
+            assert isinstance(linear, Float8Linear)
+        linear._recipe, linear.fqn = recipe, fqn
+        linear.recompute_weight_cast, linear.enabled, linear.calibrating = recompute_weight_cast, True, False
+    give_scales(linears, recipes)
+
+
 class _Linear(torch.autograd.Function):
     """The three GEMMs. Forward gets x and w in high precision, to which gradients belong, and cast, to multiply.
 
@@ -130,33 +164,41 @@ class _Linear(torch.autograd.Function):
         bias: Tensor | None,
         x_payload: Tensor | None,
         x_scale: Tensor | None,
+        x_unscale: Tensor | None,
         w_payload: Tensor | None,
         w_scale: Tensor | None,
+        w_unscale: Tensor | None,
         other_payload: Tensor | None,
         other_scale: Tensor | None,
+        other_unscale: Tensor | None,
         keeps_w8: bool,
         recipe: Recipe,
+        scales: _Scales,
     ) -> Tensor:
-        x8 = Operand(x_MK, None) if x_payload is None else Operand(x_payload, x_scale)
-        w8 = Operand(w_NK, None) if w_payload is None else Operand(w_payload, w_scale)
+        x8 = Operand(x_MK) if x_payload is None else Operand(x_payload, x_scale, x_unscale)
+        w8 = Operand(w_NK) if w_payload is None else Operand(w_payload, w_scale, w_unscale)
         y_MN = gemm.output(x8, w8, x_MK.dtype, fast_accum=recipe.output.fast_accum, emulate=recipe.emulate)
         return y_MN if bias is None else y_MN + bias.to(y_MN.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x_MK, w_NK, bias, x_payload, x_scale, w_payload, w_scale, other_payload, other_scale, keeps_w8, recipe = inputs
-        ctx.recipe, ctx.x_dtype, ctx.w_dtype = recipe, x_MK.dtype, w_NK.dtype
+        x_MK, w_NK, bias, *operands, keeps_w8, recipe, scales = inputs
+        x8, w8, other_w8 = Operand(*operands[:3]), Operand(*operands[3:6]), Operand(*operands[6:])
+        ctx.recipe, ctx.scales, ctx.x_dtype, ctx.w_dtype = recipe, scales, x_MK.dtype, w_NK.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        kept = (w_payload, w_scale) if keeps_w8 else (other_payload, other_scale)
-        ctx.casts_w_again = kept[0] is None
-        x_saved = (x_payload, x_scale) if recipe.casts_input_once else (x_MK, None)
-        if ctx.casts_w_again:
-            w_saved = (w_NK, w_scale if recipe.casts_weight_once else None)
+        kept = w8 if keeps_w8 else other_w8
+        ctx.casts_w_again = kept.payload is None
+        x_saved = (x8.payload, x8.unscale) if recipe.casts_input_once else (x_MK, None)
+        w_saved: tuple[Tensor | None, ...]
+        if not ctx.casts_w_again:
+            w_saved = gemm.stored_transposed(kept.payload), None, kept.unscale
+        elif recipe.casts_weight_once:  # with forward's scale: a weight's amax is taken once a step
+            w_saved = w_NK, w8.scale, w8.unscale
         else:
-            w_saved = (gemm.stored_transposed(kept[0]), kept[1])
+            w_saved = w_NK, None, None
         x_needs_grad, w_needs_grad = ctx.needs_input_grad[:2]
         ctx.save_for_backward(
-            *(x_saved if w_needs_grad else (None, None)), *(w_saved if x_needs_grad else (None, None))
+            *(x_saved if w_needs_grad else (None, None)), *(w_saved if x_needs_grad else (None, None, None))
         )
 
     @staticmethod
@@ -164,31 +206,35 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, g_MN: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if is_nested_transform():  # where once_differentiable would give zeros
             raise NotImplementedError("a Float8Linear can't be differentiated twice: use float8_disabled(model)")
-        x_saved, x_scale, w_saved, w_scale = ctx.saved_tensors
-        recipe, emulate = ctx.recipe, ctx.recipe.emulate
+        x_saved, x_unscale, w_saved, w_scale, w_unscale = ctx.saved_tensors
+        recipe, scales, emulate = ctx.recipe, ctx.scales, ctx.recipe.emulate
         x_needs_grad, w_needs_grad, bias_needs_grad = ctx.needs_input_grad[:3]
         x_grad = w_grad = bias_grad = g8 = None
         if x_needs_grad:
             how = recipe.grad_input
-            g8 = cast_operand(g_MN, how.left)
+            g8 = cast_with(g_MN, how.left, scales.grad_output, record=scales.records)
             if not ctx.casts_w_again:
-                w8 = Operand(w_saved, w_scale)
-            elif recipe.casts_weight_once:  # with forward's scale: a weight's amax is taken once a step
-                w8 = Operand(saturating_cast(w_saved, w_scale, how.right.dtype), w_scale)
+                w8 = Operand(w_saved, None, w_unscale)
+            elif recipe.casts_weight_once:
+                payload = saturating_cast(w_saved, w_scale, how.right.dtype, foreign=how.right.is_delayed)
+                w8 = Operand(payload, w_scale, w_unscale)
             else:
-                w8 = cast_operand(w_saved, how.right, axis=0)
+                w8 = cast_with(w_saved, how.right, scales.weight, axis=0)
             x_grad = gemm.grad_input(g8, w8, ctx.x_dtype, fast_accum=how.fast_accum, emulate=emulate)
         if w_needs_grad:
             how = recipe.grad_weight
             if g8 is None or not recipe.casts_gradient_once:
-                g8 = cast_operand(g_MN, how.left, axis=0)
-            x8 = Operand(x_saved, x_scale) if recipe.casts_input_once else cast_operand(x_saved, how.right, axis=0)
+                g8 = cast_with(g_MN, how.left, scales.grad_output, axis=0, record=scales.records)
+            if recipe.casts_input_once:
+                x8 = Operand(x_saved, None, x_unscale)
+            else:
+                x8 = cast_with(x_saved, how.right, scales.input, axis=0, record=scales.records)
             w_grad = gemm.grad_weight(g8, x8, ctx.w_dtype, fast_accum=how.fast_accum, emulate=emulate)
         if bias_needs_grad:
             g_MN = g_MN.dequantize() if isinstance(g_MN, Float8Tensor) else g_MN
             # contiguous: the order of a sum depends on strides, and a compiled backward gets a contiguous gradient
             bias_grad = g_MN.contiguous().sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return x_grad, w_grad, bias_grad, *[None] * 8
+        return x_grad, w_grad, bias_grad, *[None] * 12
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -198,9 +244,18 @@ class _Linear(torch.autograd.Function):
         )
 
 
-def _float8(operand: Operand | None) -> tuple[Tensor | None, Tensor | None]:
+class _Scales(NamedTuple):
+    """A layer's delayed scales by role, and whether this call records amaxes in them."""
+
+    input: DelayedScale | None
+    grad_output: DelayedScale | None
+    weight: DelayedScale | None
+    records: bool
+
+
+def _float8(operand: Operand | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The parts of a float8 operand. None for high precision: Dynamo takes no tensor twice into one Function."""
-    return (None, None) if operand is None or operand.scale is None else (operand.payload, operand.scale)
+    return (None, None, None) if operand is None or operand.scale is None else operand
 
 
 @cache

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
-Scaling = Literal["dynamic"]
+Scaling = Literal["dynamic", "delayed"]
 Granularity = Literal["tensor", "row"]
+AmaxRule = Literal["max", "most_recent"]
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FLOAT8_DTYPES = (E4M3, E5M2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
@@ -28,11 +29,12 @@ class Cast:
     """How one operand of one GEMM is cast to float8.
 
     dtype: a float8 dtype, or None for high precision (the operand is left as it is).
-    scaling: "dynamic", the scale comes from the tensor's own amax.
+    scaling: "dynamic", the scale comes from the tensor's own amax; "delayed", from the amaxes of earlier steps
+        (delayed.py), of a weight from its amax after the last optimizer step.
     granularity: "tensor", one scale; "row", one scale per row of the operand along the contracted axis.
     power_of_two: round the scale down to a power of two, which makes scaling exact.
 
-    Raises ValueError for anything else.
+    Raises ValueError for anything else, and for delayed scales per row: the rows of a batch are other ones each step.
     """
 
     dtype: torch.dtype | None = E4M3
@@ -50,12 +52,22 @@ class Cast:
             value = getattr(self, field)
             if value not in get_args(legal):
                 raise ValueError(f"Cast({field}={value!r}): expected one of {get_args(legal)}")
+        if self.is_delayed and self.granularity == "row":
+            raise ValueError(
+                "Cast(scaling='delayed', granularity='row'): a batch's rows are other ones each step, so no row has a "
+                "history; use granularity='tensor', or scaling='dynamic'"
+            )
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether the scale comes from earlier steps."""
+        return self.dtype is not None and self.scaling == "delayed"
 
     def __str__(self) -> str:
         if self.dtype is None:
             return "high precision"
         name = str(self.dtype).removeprefix("torch.float8_").removesuffix("fn")
-        return f"{name} {self.granularity}" + (" 2^n" if self.power_of_two else "")
+        return f"{name} {'delayed' if self.is_delayed else self.granularity}" + (" 2^n" if self.power_of_two else "")
 
 
 HIGH_PRECISION = Cast(dtype=None)
@@ -104,6 +116,41 @@ class Gemm:
 
 
 @dataclass(frozen=True)
+class DelayedScaling:
+    """How delayed scales follow from amaxes (FP8 Formats for Deep Learning, arXiv 2209.05433; Transformer Engine).
+
+    history: how many earlier steps' amaxes are remembered; the scale looks at them and at the step that just ended.
+    margin: scale / 2**margin leaves that many powers of two of headroom. Weights need none, their amax is exact.
+    amax: "max", the largest of the history and of this step's amax; "most_recent", this step's.
+    group: the process group over which amaxes are reduced; None: all ranks, where torch.distributed runs.
+
+    Raises TypeError or ValueError for anything else.
+    """
+
+    history: int = 16
+    margin: int = 0
+    amax: AmaxRule = "max"
+    group: torch.distributed.ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("history", "margin"):
+            value = getattr(self, field)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"DelayedScaling({field}={value!r}): expected an int")
+        if self.history < 1:
+            raise ValueError(f"DelayedScaling(history={self.history}): expected 1 or more")
+        if self.amax not in get_args(AmaxRule):
+            raise ValueError(f"DelayedScaling(amax={self.amax!r}): expected one of {get_args(AmaxRule)}")
+        if self.group is not None and not isinstance(self.group, torch.distributed.ProcessGroup):
+            raise TypeError(
+                f"DelayedScaling(group={self.group!r}): expected a torch.distributed.ProcessGroup or None for all ranks"
+            )
+
+    def __deepcopy__(self, memo: Any) -> DelayedScaling:
+        return self  # frozen; and a process group can't be copied
+
+
+@dataclass(frozen=True)
 class Recipe:
     """Three GEMMs and where they run.
 
@@ -111,6 +158,10 @@ class Recipe:
     gradient and the right one the input.
     emulate: multiply in float32 instead of calling the float8 GEMM, for GPUs that have none.
     name: what reports and `repr` call it.
+    delayed: how the scales of delayed casts move.
+
+    Raises TypeError for fields of other types, and ValueError where the two casts of one tensor are both delayed and
+    differ (it has one scale), or where `delayed` is given and no cast is.
     """
 
     output: Gemm
@@ -118,9 +169,30 @@ class Recipe:
     grad_weight: Gemm
     emulate: bool = False
     name: str = "custom"
+    delayed: DelayedScaling = DelayedScaling()
 
     def __post_init__(self) -> None:
         _check_type(self, ("output", "grad_input", "grad_weight"), Gemm)
+        _check_type(self, ("delayed",), DelayedScaling)
+        for role, (first, second) in self._casts().items():
+            if first.is_delayed and second.is_delayed and first != second:
+                raise ValueError(
+                    f"Recipe: the {role} is cast as {first} and as {second}, but has one delayed scale: make the two "
+                    "equal, or one of them dynamic"
+                )
+        if self.delayed != DelayedScaling() and not any(map(self.delayed_cast, self._casts())):
+            raise ValueError(f"Recipe(delayed={self.delayed}): no cast of it has scaling='delayed'")
+
+    def _casts(self) -> dict[str, tuple[Cast, Cast]]:
+        return {
+            "input": (self.output.left, self.grad_weight.right),
+            "weight": (self.output.right, self.grad_input.right),
+            "grad_output": (self.grad_input.left, self.grad_weight.left),
+        }
+
+    def delayed_cast(self, role: str) -> Cast | None:
+        """The delayed cast of the "input", "weight" or "grad_output", or None where neither of its two is delayed."""
+        return next((cast for cast in self._casts()[role] if cast.is_delayed), None)
 
     @property
     def is_float8(self) -> bool:
@@ -194,6 +266,17 @@ def rowwise_with_gw_hp() -> Recipe:
     )
 
 
+def delayed() -> Recipe:
+    """`tensorwise` with scales from the steps before: one read of each tensor, where a dynamic scale needs two."""
+    forward, gradient = Cast(E4M3, "delayed"), Cast(E5M2, "delayed")
+    return Recipe(
+        output=Gemm(forward, forward, fast_accum=True),
+        grad_input=Gemm(gradient, forward),
+        grad_weight=Gemm(gradient, forward),
+        name="delayed",
+    )
+
+
 _PRESETS: dict[str, Callable[[], Recipe]] = {
-    preset.__name__: preset for preset in (tensorwise, rowwise, rowwise_with_gw_hp)
+    preset.__name__: preset for preset in (tensorwise, rowwise, rowwise_with_gw_hp, delayed)
 }

@@ -33,7 +33,7 @@ again, so there the region wins and the setting matters only outside.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -41,7 +41,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from float8_compile.cast import cast_operand, saturating_cast, scale_from_amax, tensor_amax
+from float8_compile.cast import saturating_cast, scale_from_amax, tensor_amax
+from float8_compile.delayed import DelayedScale, cast_with, scale_in_use
 from float8_compile.recipe import FLOAT8_DTYPES, Cast, Recipe
 from float8_compile.tensor import Float8Tensor, Operand
 from float8_compile.torch_internals import guard_or_false
@@ -72,7 +73,9 @@ def sac_save_ops() -> frozenset[Any]:
     return frozenset({aten._scaled_mm.default, aten.mm.default, aten.amax.default})
 
 
-def cast_weight(w: Tensor, recipe: Recipe, recompute: bool, read_by_backward: bool) -> tuple[Operand, Operand | None]:
+def cast_weight(
+    w: Tensor, recipe: Recipe, recompute: bool, read_by_backward: bool, delayed: DelayedScale | None = None
+) -> tuple[Operand, Operand | None]:
     """The weight (N, K) as `output` multiplies it, and the cast of it that backward is handed.
 
     The second is None where backward casts the weight by itself or has no use for it (`read_by_backward` False:
@@ -82,50 +85,63 @@ def cast_weight(w: Tensor, recipe: Recipe, recompute: bool, read_by_backward: bo
     traced = torch.compiler.is_dynamo_compiling()
     handed_on = read_by_backward and torch.is_grad_enabled() and (traced or not recompute)
     if recipe.casts_weight_once:
-        w8 = _cast_tagged(w, recipe.output.right, recompute)
+        w8 = _cast_tagged(w, recipe.output.right, delayed, recompute)
         return w8, w8 if handed_on else None
-    w8 = _cast_tagged(w, recipe.output.right, recompute=True)
+    w8 = _cast_tagged(w, recipe.output.right, delayed, recompute=True)
     if not handed_on or not recipe.grad_input.is_float8:
         return w8, None
-    other_w8 = _cast_tagged(w, recipe.grad_input.right, recompute, axis=0)
+    other_w8 = _cast_tagged(w, recipe.grad_input.right, delayed, recompute, axis=0)
     if traced and not recompute:
         w8 = _needed_in_forward(w8, other_w8)
     return w8, other_w8
 
 
-def _cast_tagged(w: Tensor, how: Cast, recompute: bool, axis: int = -1) -> Operand:
-    """`cast_operand(w, how, axis)`, tagged under Dynamo so that backward keeps or recomputes it."""
+def _cast_tagged(w: Tensor, how: Cast, delayed: DelayedScale | None, recompute: bool, axis: int = -1) -> Operand:
+    """`cast_with(w, how, delayed)`, tagged under Dynamo so that backward keeps or recomputes it."""
     taggable = torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled()
     if how.dtype is None or isinstance(w, Float8Tensor) or not taggable:
         with torch.no_grad():
-            return cast_operand(w, how, axis)
+            return cast_with(w, how, delayed, axis=axis)
+    stored = delayed if how.is_delayed else None
+    if stored is not None and stored.calibrated:
+        return Operand(_tagged(recompute, _cast, w, stored.scale, how), stored.scale, stored.unscale)
     with torch.no_grad():
-        amax = tensor_amax(w, how.granularity, axis)
+        amax = tensor_amax(w, how.granularity, axis, produced=False)
+    return Operand(*_tagged(recompute, _cast_and_scale, w, amax, how, None if stored is None else stored.scale))
+
+
+def _tagged(recompute: bool, function: Callable[..., Any], *args: Any) -> Any:
     context_fn = _CONTEXTS[recompute]
-    return Operand(
-        *checkpoint(_cast_and_scale, w, amax, how, use_reentrant=False, context_fn=context_fn, preserve_rng_state=False)
-    )
+    return checkpoint(function, *args, use_reentrant=False, context_fn=context_fn, preserve_rng_state=False)
 
 
 def _needed_in_forward(operand: Operand, kept: Operand) -> Operand:
-    """The operand, with a scale that depends on `kept`: the smaller of it and a number that is never smaller.
+    """The operand, with an unscale that depends on `kept`: the smaller of it and a number that is never smaller.
 
     Where backward wants another cast of the weight than forward (`rowwise`), forward has no use for it, and the
     partitioner does not honour MUST_SAVE on what forward does not compute. Zero times an element would do as well,
     if Inductor did not fold a product with zero away before it partitions.
     """
-    if operand.scale is None or kept.scale is None or guard_or_false(kept.payload.numel() == 0):
+    if operand.unscale is None or kept.unscale is None or guard_or_false(kept.payload.numel() == 0):
         return operand
     never_smaller = kept.payload[0, 0].float().abs() + torch.finfo(torch.float32).max
-    return Operand(operand.payload, torch.minimum(operand.scale, never_smaller))
+    return Operand(operand.payload, operand.scale, torch.minimum(operand.unscale, never_smaller))
 
 
 @torch.no_grad()
-def _cast_and_scale(w: Tensor, amax: Tensor, how: Cast) -> tuple[Tensor, Tensor]:
+def _cast(w: Tensor, scale: Tensor, how: Cast) -> Tensor:
     # no_grad is inside: a checkpoint region entered without gradients is not tagged.
     assert how.dtype is not None
+    return saturating_cast(w, scale, how.dtype, foreign=True)
+
+
+@torch.no_grad()
+def _cast_and_scale(w: Tensor, amax: Tensor, how: Cast, stored: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    assert how.dtype is not None
     scale = scale_from_amax(amax, how.dtype, how.power_of_two)
-    return saturating_cast(w, scale, how.dtype), scale
+    if stored is not None:
+        scale = scale_in_use(scale, stored)
+    return saturating_cast(w, scale, how.dtype, foreign=stored is not None), scale, scale.reciprocal()
 
 
 def _policy(recompute: bool, _: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -135,6 +151,8 @@ def _policy(recompute: bool, _: Any, op: Any, *args: Any, **kwargs: Any) -> Chec
             return CheckpointPolicy.MUST_RECOMPUTE if recompute else CheckpointPolicy.MUST_SAVE
         if args[0].dtype is torch.float64:  # the scale: a few bytes that spare the amax
             return CheckpointPolicy.MUST_SAVE
+    if op is torch.ops.aten.reciprocal.default or (op is torch.ops.aten.where.self and args[0].dim() == 0):
+        return CheckpointPolicy.MUST_SAVE
     # The steps in between are left to the partitioner, which takes PREFER_SAVE for no tag at all. Tagged as
     # recomputed, the weight's float32 copy would be saved wherever two regions share it (`cleanup_recompute_tags`).
     return CheckpointPolicy.PREFER_SAVE
@@ -143,7 +161,7 @@ def _policy(recompute: bool, _: Any, op: Any, *args: Any, **kwargs: Any) -> Chec
 def _contexts(recompute: bool) -> partial[Any]:
     contexts = partial(create_selective_checkpoint_contexts, partial(_policy, recompute))
     # AOTAutograd's cache asks a context_fn for this, and so never mixes up the two settings.
-    contexts.cache_hash = f"float8_compile {__name__} 1 {recompute}"  # type: ignore[attr-defined]
+    contexts.cache_hash = f"float8_compile {__name__} 2 {recompute}"  # type: ignore[attr-defined]
     return contexts
 
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from float8_compile.convert import WRAPPER_NAMES, float8_disabled
+from float8_compile.delayed_step import scales_of
 from float8_compile.linear import Float8Linear
 from float8_compile.table import text_table
 from float8_compile.torch_internals import run_watched
@@ -256,7 +257,8 @@ def _hooked(model: nn.Module, running: list[_Running]) -> Iterator[None]:
 
 @contextmanager
 def _left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Afterwards buffers and random state are what they were, whatever forward does to them."""
+    """Afterwards buffers, running amaxes and random state are what they were, whatever forward does to them."""
+    amaxes = [(scale.amax, scale.amax.clone()) for module in model.modules() for scale in scales_of(module).values()]
     buffers = [(m, name, b, b.clone()) for m in model.modules() for name, b in m.named_buffers(recurse=False)]
     cuda = {t.get_device() for t in _state(model) if t.is_cuda}
     with torch.random.fork_rng(sorted(cuda)):
@@ -267,10 +269,13 @@ def _left_as_it_was(model: nn.Module) -> Iterator[None]:
                 setattr(module, name, buffer)
                 if not (buffer.is_meta or torch.equal(buffer, before)):  # write no equal one: autograd counts versions
                     buffer.detach().copy_(before)
+            for amax, before in amaxes:
+                amax.copy_(before)
 
 
 def _state(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]
+    scales = [scale for m in module.modules() for scale in scales_of(m).values()]
+    return [*module.parameters(), *module.buffers(), *(t for s in scales for t in (s.amax, s.scale, s.unscale))]
 
 
 def _names(model: nn.Module) -> dict[int, str]:

@@ -19,14 +19,17 @@ aten = torch.ops.aten
 
 
 class Operand(NamedTuple):
-    """A GEMM's operand in parts: a float8 payload and its scale, or a high-precision tensor and None.
+    """A GEMM's operand in parts: a float8 payload and its scale, or a high-precision tensor and twice None.
 
     What `Float8Linear` works with. A Float8Tensor says the same, but building one in a traced function puts a call
     of its class into Dynamo's graph, which AOTAutograd's cache then refuses to keep.
+
+    unscale: 1 / scale, by which a GEMM multiplies. Carried along, since a scalar's reciprocal is a kernel of its own.
     """
 
     payload: Tensor
-    scale: Tensor | None
+    scale: Tensor | None = None
+    unscale: Tensor | None = None
 
 
 class Float8Tensor(Tensor):

@@ -8,6 +8,8 @@ changes a setting.
 from __future__ import annotations
 
 import itertools
+import math
+import sys
 from collections.abc import Callable, Iterable
 from inspect import isbuiltin, signature
 from types import FunctionType
@@ -21,9 +23,14 @@ __all__ = [
     "apply_function",
     "at_most",
     "disabled_torch_function",
+    "foreach_amax",
     "guard_or_false",
+    "is_called_by_another",
     "is_nested_transform",
+    "is_transformed",
     "make_wrapper",
+    "mark_static_address",
+    "raise_to",
     "run_watched",
     "saturate",
     "scaled_mm",
@@ -94,6 +101,64 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     if not _APPLY_BINDS or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+def is_transformed() -> bool:
+    """Whether this runs under one of torch.func's transforms, which refuse to write to tensors from outside.
+
+    torch._C._are_functorch_transforms_active. Not asked under Dynamo, which traces each transform.
+    """
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+def foreach_amax(tensors: list[Tensor]) -> list[Tensor]:
+    """The largest magnitude of each, float32, in as few launches as tensors fit into one. Non-empty tensors only.
+
+    torch._foreach_norm: what torch.nn.utils' gradient clipping and torchao use; no foreach op has a public name.
+    """
+    return list(torch._foreach_norm(tensors, math.inf, dtype=torch.float32))
+
+
+def raise_to(running: Tensor, amax: Tensor) -> None:
+    """`running = maximum(running, amax)`, in place; NaN stays NaN.
+
+    Eagerly torch._foreach_maximum_, because it returns nothing: what an op returns a selective checkpoint policy may
+    save, and torch then takes the very write of an op in place for a change behind its back (BatchNorm can't run in
+    such a region either). No foreach op has a public name. Delete when `_CachingTorchDispatchMode` leaves them out.
+    """
+    if torch.compiler.is_compiling():
+        running.copy_(torch.maximum(running, amax))
+    else:
+        torch._foreach_maximum_([running], [amax])
+
+
+def mark_static_address(tensor: Tensor) -> Tensor:
+    """The tensor, marked as one whose address stays: CUDA graphs then write to it in place, as they do to buffers.
+
+    torch._dynamo.mark_static_address: documented with torch.compile, but in a private module, which brings the
+    compiler; imported here, when the first state is made.
+    """
+    from torch._dynamo import mark_static_address
+
+    mark_static_address(tensor, guard=False)
+    return tensor
+
+
+def is_called_by_another(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the `step` of another optimizer, whose hooks are still to come, called this one's.
+
+    torch.optim.Optimizer.profile_hook_step wraps `step` in a function that calls the hooks: its frames are looked for
+    on the stack, since a hook before the step would not hear of one that raises. A torch that renames it, or its
+    `self`, breaks this. Delete when torch tells a hook.
+    """
+    file, frame = torch.optim.Optimizer.profile_hook_step.__code__.co_filename, sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name == "wrapper" and frame.f_code.co_filename == file:
+            stepping = frame.f_locals.get("self")  # in code that Dynamo made there may be none
+            if isinstance(stepping, torch.optim.Optimizer) and stepping is not optimizer:
+                return True
+    return False
 
 
 def is_nested_transform() -> bool:

@@ -63,6 +63,27 @@ def scale(amax: float, dtype: torch.dtype, power_of_two: bool = False) -> float:
     return math.ldexp(1.0, math.frexp(rounded)[1] - 1)
 
 
+def delayed_update(
+    history: list[float],
+    scale_before: float,
+    amax: float,
+    dtype: torch.dtype,
+    *,
+    margin: int = 0,
+    rule: str = "max",
+    power_of_two: bool = False,
+) -> tuple[list[float], float]:
+    """History, the newest first, and scale after a step with this amax: FP8_MAX / A / 2**margin, in Python's float64.
+
+    A is the largest of the history and the step's amax, or under "most_recent" the step's. A step whose amax is 0 or
+    not finite leaves both as they are.
+    """
+    if not (math.isfinite(amax) and amax > 0):
+        return history, scale_before
+    largest = max(*history, amax) if rule == "max" else amax
+    return [amax, *history][: len(history)], scale(largest * 2.0**margin, dtype, power_of_two)
+
+
 def linear_float64(x: Tensor, w: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """output, grad_input and grad_weight of a linear layer without bias, in float64."""
     x, w, g = x.double(), w.double(), g.double()

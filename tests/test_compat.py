@@ -24,11 +24,13 @@ from float8_compile import (
     Float8LinearConfig,
     Float8LinearRecipeName,
     Recipe,
+    ScalingGranularity,
     ScalingType,
 )
 from float8_compile.compat import is_linear_config, recipe_from_config
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+OPERANDS = ("input", "weight", "grad_output")
 TORCHAO_NAMES = [name.value for name in torchao.float8.Float8LinearRecipeName]
 both_packages = pytest.mark.parametrize("package", [float8_compile, torchao.float8], ids=lambda module: module.__name__)
 
@@ -103,10 +105,13 @@ def test_a_config_class_has_torchaos_fields_and_defaults(name: str) -> None:
     assert {key: ours[key] for key in plain} == plain
 
 
-@pytest.mark.parametrize("name", ["ScalingType", "ScalingGranularity", "Float8LinearRecipeName"])
-def test_an_enum_has_torchaos_members(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "more"),  # torchao had it until it deleted delayed scaling
+    [("ScalingType", {"DELAYED": "delayed"}), ("ScalingGranularity", {}), ("Float8LinearRecipeName", {})],
+)
+def test_an_enum_has_torchaos_members(name: str, more: dict[str, str]) -> None:
     ours, theirs = ({m.name: m.value for m in getattr(p, name)} for p in (float8_compile, torchao.float8))
-    assert ours == theirs
+    assert ours == {**theirs, **more}
 
 
 @pytest.mark.parametrize("name", ["convert_to_float8_training", "_auto_filter_for_recipe"])
@@ -132,6 +137,53 @@ def test_emulation_is_the_recipes_and_does_not_cost_its_name(package: ModuleType
     assert recipe == replace(Recipe.from_name("tensorwise"), emulate=True)
 
 
+def delayed_config(*operands: str, **arguments: Any) -> Float8LinearConfig:
+    """The way that torchao had to ask for delayed scales: a `CastConfig` for each operand."""
+    casts = {f"cast_config_{name}": CastConfig(scaling_type=ScalingType.DELAYED) for name in operands}
+    return Float8LinearConfig(**casts, **arguments)
+
+
+def test_three_delayed_operands_are_the_recipe_delayed() -> None:
+    recipe = recipe_from_config(delayed_config(*OPERANDS))
+    assert (recipe, recipe.name) == (Recipe.from_name("delayed"), "delayed")
+    emulated = recipe_from_config(delayed_config(*OPERANDS, emulate=True))
+    assert emulated == replace(Recipe.from_name("delayed"), emulate=True)
+
+
+@pytest.mark.parametrize(
+    "operands", [chosen for size in range(4) for chosen in combinations(OPERANDS, size)], ids=lambda c: "+".join(c)
+)
+def test_each_operand_may_be_delayed(operands: tuple[str, ...]) -> None:
+    """In both of its GEMMs, and the others stay what they are in tensorwise."""
+    recipe = recipe_from_config(delayed_config(*operands))
+    preset = Recipe.from_name("tensorwise")
+    for name in OPERANDS:
+        expected = Cast(E5M2 if name == "grad_output" else E4M3, "delayed") if name in operands else None
+        assert recipe.delayed_cast(name) == expected
+    assert recipe.casts_input_once
+    assert recipe.casts_weight_once
+    assert recipe.casts_gradient_once
+    assert recipe.name == {(): "tensorwise", OPERANDS: "delayed"}.get(operands, "custom")
+    as_dynamic = [replace(c, scaling="dynamic") for c in (recipe.output.left, recipe.output.right)]
+    assert as_dynamic == [preset.output.left, preset.output.right]
+
+
+def test_an_operand_may_be_delayed_in_one_of_its_gemms() -> None:
+    dynamic = CastConfig()
+    recipe = recipe_from_config(delayed_config("input", cast_config_input_for_grad_weight=dynamic))
+    assert (recipe.output.left, recipe.grad_weight.right) == (Cast(E4M3, "delayed"), Cast(E4M3))
+
+
+def test_a_lookalike_of_another_torchao_may_be_delayed() -> None:
+    """An older one, whose enum has the member: it is asked for its value, not for its class."""
+    config = torchao.float8.Float8LinearConfig()
+    delayed = SimpleNamespace(**{**vars(config.cast_config_input), "scaling_type": Later.DELAYED, "target_dtype": None})
+    lookalike = SimpleNamespace(**{**vars(config), **{f"cast_config_{name}": delayed for name in OPERANDS}})
+    lookalike.cast_config_input_for_grad_weight = lookalike.cast_config_weight_for_grad_input = None
+    lookalike.cast_config_grad_output_for_grad_weight = None
+    assert recipe_from_config(lookalike) == Recipe.from_name("delayed")
+
+
 def test_ours_takes_torchaos_enum_and_any_case() -> None:
     expected = Float8LinearConfig.from_recipe_name("rowwise")
     assert Float8LinearConfig.from_recipe_name("RowWise") == expected
@@ -143,7 +195,6 @@ def test_another_name_is_answered_with_the_known_ones() -> None:
         Float8LinearConfig.from_recipe_name("rowwize")
 
 
-OPERANDS = ("input", "weight", "grad_output")
 OVERRIDES = ("input_for_grad_weight", "weight_for_grad_input", "grad_output_for_grad_weight")
 
 
@@ -254,6 +305,7 @@ class Later(enum.Enum):
     """Members that torchao has had or may get."""
 
     DELAYED = "delayed"
+    STATIC = "static"
     BLOCKWISE = "blockwise"
 
 
@@ -274,8 +326,22 @@ class Later(enum.Enum):
             r"dtype=torch.bfloat16\): expected a float8 dtype",
         ),
         (
-            lambda: Float8LinearConfig(cast_config_input=CastConfig(scaling_type=Later.DELAYED)),
-            r"Later.DELAYED: float8_compile knows DYNAMIC and DISABLED",
+            lambda: Float8LinearConfig(cast_config_input=CastConfig(scaling_type=Later.STATIC)),
+            r"Later.STATIC: float8_compile knows DYNAMIC, DELAYED and DISABLED",
+        ),
+        (
+            lambda: delayed_config(
+                "weight",
+                cast_config_input=CastConfig(ScalingType.DELAYED, ScalingGranularity.AXISWISE),
+            ),
+            r"scaling='delayed', granularity='row'\): .*use granularity='tensor', or scaling='dynamic'",
+        ),
+        (
+            lambda: delayed_config(
+                "grad_output",
+                cast_config_grad_output_for_grad_weight=CastConfig(ScalingType.DELAYED, target_dtype=E4M3),
+            ),
+            "the grad_output is cast as e5m2 delayed and as e4m3 delayed, but has one delayed scale",
         ),
         (
             lambda: Float8LinearConfig(cast_config_input=CastConfig(scaling_granularity=Later.BLOCKWISE)),

@@ -192,7 +192,10 @@ def test_inductor_differs_by_no_more_than_a_rounding_here_and_there(recipe: str)
 
 @every_recipe
 def test_20_steps_compile_once_and_evaluation_once_more(recipe: str) -> None:
-    """Scenario 31, with a learning rate that changes, a checkpoint that is resumed and evaluations in between."""
+    """Scenario 31, with a learning rate that changes, a checkpoint that is resumed and evaluations in between.
+
+    With delayed scales once more, after the first step: from then on there are some.
+    """
     model = nn.Sequential(nn.Linear(K, N), nn.GELU(), nn.Dropout(0.1), nn.Linear(N, K))
     converted(model, recipe, recompute_weight_cast=lambda linear, fqn: fqn == "0")
     compiled, counter = compile_counted(model)
@@ -215,7 +218,8 @@ def test_20_steps_compile_once_and_evaluation_once_more(recipe: str) -> None:
                 compiled(x)
             model.train()
         counts.append(counter.frame_count)
-    assert counts == [1] * 5 + [2] * 15
+    later = 2 if recipe == "delayed" else 1
+    assert counts == [1] + [later] * 4 + [later + 1] * 15
     assert losses[-1] < losses[0]
 
 
@@ -365,6 +369,8 @@ class Projections(nn.Module):
 @every_recipe
 def test_layers_that_read_one_tensor_cast_it_once(recipe: str) -> None:
     model, x = converted(Projections(), recipe), torch.randn(16, K, requires_grad=True)
+    if recipe == "delayed":  # a scale of one's own is a cast of one's own; `calibrate` does this by itself
+        model.k.input_scale = model.q.input_scale
     graphs = graphs_of(lambda compiled: compiled(x).sum().backward(), model)
     (forward,) = graphs.forward
     nodes = [n for n in forward.graph.nodes if n.target is torch.ops.prims.convert_element_type.default]

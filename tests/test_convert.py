@@ -26,10 +26,12 @@ from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, q
 
 import float8_compile as f8
 from float8_compile import (
+    CastConfig,
     Float8Linear,
     Float8LinearConfig,
     Float8LinearRecipeName,
     Recipe,
+    ScalingType,
     auto_filter,
     conversion_report,
     convert_from_float8_training,
@@ -401,6 +403,8 @@ def test_a_name_of_ones_own_stays(name: str) -> None:
 
 # Configurations
 
+DELAYED_CONFIG = Float8LinearConfig(*[CastConfig(ScalingType.DELAYED), None] * 3)
+
 
 @pytest.mark.parametrize(
     ("config", "recipe"),
@@ -412,6 +416,7 @@ def test_a_name_of_ones_own_stays(name: str) -> None:
         (torchao.float8.Float8LinearRecipeName.ROWWISE, ROWWISE),
         (Float8LinearConfig(), TENSORWISE),
         (Float8LinearConfig.from_recipe_name("rowwise"), ROWWISE),
+        (DELAYED_CONFIG, Recipe.from_name("delayed")),
         (torchao.float8.Float8LinearConfig(), TENSORWISE),
         (torchao.float8.Float8LinearConfig.from_recipe_name("rowwise"), ROWWISE),
         (None, TENSORWISE),
@@ -455,7 +460,7 @@ def test_a_callable_object_is_a_callable() -> None:
     ("config", "error", "message"),
     [
         ({"recipe": "rowwise"}, TypeError, r"config=\{'recipe': 'rowwise'\}: expected a Recipe, one of the names"),
-        (3, TypeError, "config=3: expected a Recipe, one of the names tensorwise, rowwise, .*or a callable"),
+        (3, TypeError, "config=3: expected a Recipe, one of the names tensorwise, rowwise, .*delayed.*or a callable"),
         (True, TypeError, "config=True: expected"),
         (Recipe, TypeError, "config=<class 'float8_compile.recipe.Recipe'>: expected"),
         (Float8LinearRecipeName, TypeError, "config=<enum 'Float8LinearRecipeName'>: expected"),
@@ -687,13 +692,22 @@ def test_a_model_converted_after_it_was_compiled_runs_in_float8() -> None:
 # Saving and copying
 
 
+# float8_experimental's names of delayed scales
+DELAYED_KEYS = [
+    *[f"fp8_{name}_{role}" for role in ("input", "grad_output") for name in ("amax", "amax_history", "scale")],
+    "fp8_scale_weight",
+]
+
+
 @every_recipe
-def test_the_state_dict_is_a_plain_models(recipe: str) -> None:
+def test_the_state_dict_is_a_plain_models_and_delayed_scales(recipe: str) -> None:
     plain, model = Net(), convert_to_float8_training(Net(), config=recipe)
-    assert list(model.state_dict()) == list(plain.state_dict())
+    more = {f"{name}.{key}" for name in NAMES for key in DELAYED_KEYS} if recipe == "delayed" else set()
+    assert model.state_dict().keys() == plain.state_dict().keys() | more
+    assert [key for key in model.state_dict() if key not in more] == list(plain.state_dict())
     assert {type(tensor) for tensor in model.state_dict().values()} == {Tensor}
     model.load_state_dict(plain.state_dict(), strict=True)
-    plain.load_state_dict(model.state_dict(), strict=True)
+    plain.load_state_dict(f8.plain_state_dict(model), strict=True)
 
 
 @every_recipe
@@ -734,7 +748,8 @@ def test_a_state_dict_loads_where_there_is_only_torch(tmp_path: Path) -> None:
         str(tmp_path),
         blocked=("float8_compile", "torchao"),
     )
-    assert printed.splitlines() == [f"{recipe} 8 Tensor" for recipe in sorted(Recipe.names())]
+    counts = {recipe: 8 + (len(NAMES) * len(DELAYED_KEYS) if recipe == "delayed" else 0) for recipe in Recipe.names()}
+    assert printed.splitlines() == [f"{recipe} {counts[recipe]} Tensor" for recipe in sorted(counts)]
 
 
 # Meta device

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import float8_compile as f8
 from float8_compile.cast import cast
+from float8_compile.delayed_step import scales_of
 
 M, K, N = 16, 48, 32  # different from each other, so that a shape says whose it is
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -218,8 +219,15 @@ def storages(*tensors: Tensor | None) -> set[int]:
     return {t.untyped_storage()._cdata for t in tensors if t is not None}
 
 
+def state(*layers: nn.Module) -> list[Tensor]:
+    """The tensors of delayed scales, which steps write to and hold no copies of."""
+    entries = [entry for layer in layers for entry in scales_of(layer).values()]
+    return [tensor for entry in entries for tensor in (entry.amax, entry.scale, entry.unscale)]
+
+
 # recipe: how often x, w and g are cast, with the weight kept (cast again, it is once more where one cast is enough)
-CASTS = {"tensorwise": (1, 1, 1), "rowwise": (2, 2, 2), "rowwise_with_gw_hp": (1, 2, 1)}
+CASTS = {"tensorwise": (1, 1, 1), "rowwise": (2, 2, 2), "rowwise_with_gw_hp": (1, 2, 1), "delayed": (1, 1, 1)}
+ONE_CAST = ("tensorwise", "delayed")  # for both GEMMs of each operand
 
 
 @every_recipe
@@ -230,10 +238,21 @@ def test_a_step_is_three_gemms_and_each_operand_is_cast_once(recipe: str, recomp
     with Watch() as watch:
         layer(x).pow(2).sum().backward()
     of_x, of_w, of_g = CASTS[recipe]
-    again = recompute and recipe == "tensorwise"
+    again = recompute and recipe in ONE_CAST
     assert watch.gemms == 3
     assert Counter(watch.casts) == {(M, K): of_x, (N, K): of_w + again, (M, N): of_g}
     assert Counter(watch.amaxes) == {(M, K): of_x, (N, K): of_w, (M, N): of_g}
+
+
+@keep_or_recompute
+def test_once_there_are_delayed_scales_no_amax_of_a_weight_is_taken(recompute: bool) -> None:
+    layer, x = layer_of("delayed", recompute=recompute), torch.randn(M, K, requires_grad=True)
+    f8.mark_calibrated(layer)
+    with Watch() as watch:
+        layer(x).pow(2).sum().backward()
+    assert watch.gemms == 3
+    assert Counter(watch.casts) == {(M, K): 1, (N, K): 1 + recompute, (M, N): 1}
+    assert Counter(watch.amaxes) == {(M, K): 1, (M, N): 1}
 
 
 # what needs a gradient: GEMMs, casts of (x, w, g) in tensorwise with the weight kept
@@ -261,7 +280,7 @@ def test_only_needed_gemms_run(recipe: str, recompute: bool, needs: tuple[str, .
             y.backward(torch.randn(M, N))
     gemms, casts = NEEDS[needs]
     assert watch.gemms == gemms
-    if recipe == "tensorwise":
+    if recipe in ONE_CAST:
         again = recompute and "input" in needs
         assert Counter(watch.casts) == Counter({(M, K): casts[0], (N, K): casts[1] + again, (M, N): casts[2]})
     for name, leaf in leaves.items():
@@ -288,24 +307,38 @@ def test_the_gradient_below_a_frozen_layer_is_the_one_below_a_trained_one(recipe
     assert_same_bits(step(model, x, g), {name: t for name, t in trained.items() if not name.startswith("1.")})
 
 
-# recipe: bytes made and kept for backward with the weight cast again, and scales of a kept weight. A scale is 4 bytes,
-# and rows have one each. Where x has two casts backward wants the input itself, which the caller holds anyway, as the
-# model does the weight.
-KEPT = {"tensorwise": (M * K + 4 + 4, 0), "rowwise": (0, 4 * K), "rowwise_with_gw_hp": (0, 4)}
+# recipe: bytes made and kept for backward of the input, of a weight that is cast again, and of a kept one. A number is
+# 4 bytes, and rows have one each: of what is kept 1 / scale, which its GEMM wants, of a weight to be cast again the
+# scale too. Where an operand has two casts backward wants the input itself, which the caller holds anyway, as the model
+# does the weight. Delayed scales are the state's own, where there is evidence ("calibrated").
+KEPT = {
+    "tensorwise": (M * K + 4, 4 + 4, N * K + 4),
+    "rowwise": (0, 0, N * K + 4 * K),
+    "rowwise_with_gw_hp": (0, 0, N * K + 4),
+    "delayed": (M * K + 4, 4 + 4, N * K + 4),
+    "calibrated": (M * K, 0, N * K),
+}
 
 
-@every_recipe
+def test_the_table_of_what_is_kept_has_every_recipe() -> None:
+    assert KEPT.keys() == {*f8.Recipe.names(), "calibrated"}
+
+
+@pytest.mark.parametrize("recipe", KEPT)
 @keep_or_recompute
 @every_dtype
 def test_a_layer_keeps_these_bytes(recipe: str, recompute: bool, dtype: torch.dtype) -> None:
     """True: the float8 input, nothing of the weight's size. False: N·K bytes on top."""
-    layer, x = layer_of(recipe, dtype=dtype, recompute=recompute), torch.randn(M, K, dtype=dtype, requires_grad=True)
+    layer = layer_of("delayed" if recipe == "calibrated" else recipe, dtype=dtype, recompute=recompute)
+    if recipe == "calibrated":
+        f8.mark_calibrated(layer)
+    x = torch.randn(M, K, dtype=dtype, requires_grad=True)
     with Watch() as watch:
         y = layer(x)
-    held_anyway = storages(y, x, *layer.parameters())
+    held_anyway = storages(y, x, *layer.parameters(), *state(layer))
     kept = [nbytes for storage, nbytes in watch.alive().items() if storage not in held_anyway]
-    of_input_and_scales, scales_of_weight = KEPT[recipe]
-    assert sum(kept) == of_input_and_scales + (0 if recompute else N * K + scales_of_weight)
+    of_input, of_weight, of_kept_weight = KEPT[recipe]
+    assert sum(kept) == of_input + (of_weight if recompute else of_kept_weight)
     assert (N * K in kept) == (not recompute)
 
 
@@ -323,6 +356,8 @@ def test_only_plain_tensors_are_saved_and_nothing_stays_on_ctx(
     assert node is not None
     assert {type(t) for t in node.saved_tensors if t is not None} <= {Tensor, nn.Parameter}
     attributes = {name: getattr(node, name) for name in vars(node)}
+    delayed = layer.input_scale, layer.grad_output_scale, layer.weight_scale
+    assert attributes.pop("scales")[:3] == delayed  # the layer's own state
     assert attributes  # else this asks nothing
     assert not any(isinstance(value, (Tensor, tuple, list, dict)) for value in attributes.values()), attributes
 
@@ -348,7 +383,7 @@ def test_after_backward_only_gradients_output_and_loss_are_alive(
     finally:
         gc.enable()
     gradients = [leaf.grad for leaf in (x, *model.parameters())]
-    allowed = storages(*gradients, loss, y) | storages(x, *model.parameters())  # the last are alive as views
+    allowed = storages(*gradients, loss, y) | storages(x, *model.parameters(), *state(*model))  # the last as views
     assert alive <= allowed
     assert not before <= allowed  # so the question can be answered wrongly
 
@@ -772,7 +807,7 @@ def test_a_float8_input_is_taken_as_it_is(recipe: str, leading: tuple[int, ...])
     assert Counter(watch.casts) == {(N, K): 1}
     assert torch.equal(y, layer(x))
     y.backward(g)
-    expected = step(layer, x if recipe == "tensorwise" else x8.dequantize(), g)  # else its other cast starts from x8
+    expected = step(layer, x if recipe in ONE_CAST else x8.dequantize(), g)  # else its other cast starts from x8
     for name, p in layer.named_parameters():
         assert p.grad is not None
         assert torch.equal(p.grad, expected[name]), name
@@ -808,7 +843,7 @@ def test_a_float8_gradient_is_taken_as_it_is(recipe: str, bias: bool) -> None:
     casts_of_g = Counter(watch.casts)[(M, N)]
     assert casts_of_g == (2 if recipe == "rowwise" else 1)  # rows of g.T have scales of their own
     assert layer.weight.grad is not None
-    if recipe == "tensorwise":
+    if recipe in ONE_CAST:
         assert torch.equal(layer.weight.grad, expected["weight"])
     assert (layer.weight.grad - expected["weight"]).norm() <= 0.06 * expected["weight"].norm()
     if bias:

@@ -32,6 +32,8 @@ def commands(block: str) -> list[str]:
 
 def is_there(command: str) -> bool:
     """A script of the project that can be run, or what every machine has: a program, a word of the shell."""
+    if command == "python":
+        return True  # that of the environment that this runs in
     if "/" in command:
         return bool(shutil.which(ROOT / command))
     return subprocess.run(["bash", "-c", 'type "$0"', command], capture_output=True).returncode == 0

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import float8_compile as f8
 from float8_compile import recompute
+from float8_compile.delayed_step import scales_of
 from float8_compile.recipe import HIGH_PRECISION, Cast, Gemm
 from float8_compile.recompute import weights_to_keep
 
@@ -26,11 +27,18 @@ CHOICES = {
 }
 
 
+# "calibrated" is delayed where there is evidence, so that casts have their scales from the state: another graph
+RECIPES = (*f8.Recipe.names(), "calibrated")
+
+
 def mlp(recipe: str, choice: dict[str, bool], dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
     torch.manual_seed(0)
     linears = [nn.Linear(k, n, bias=False) for n, k in SHAPES.values()]
     model = nn.Sequential(linears[0], nn.ReLU(), linears[1], nn.ReLU(), linears[2]).to(dtype)
-    f8.convert_to_float8_training(model, config=recipe, recompute_weight_cast=lambda linear, fqn: choice[fqn])
+    config = "delayed" if recipe == "calibrated" else recipe
+    f8.convert_to_float8_training(model, config=config, recompute_weight_cast=lambda linear, fqn: choice[fqn])
+    if recipe == "calibrated":
+        f8.mark_calibrated(model)
     return model
 
 
@@ -104,7 +112,7 @@ def graphs_in(situation: str, model: nn.Module) -> Graphs:
 @pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.parametrize(
     ("recipe", "choice"),
-    [("tensorwise", "recompute"), ("tensorwise", "keep")] + [(recipe, "mixed") for recipe in f8.Recipe.names()],
+    [("tensorwise", "recompute"), ("tensorwise", "keep")] + [(recipe, "mixed") for recipe in RECIPES],
 )
 def test_exactly_the_kept_weights_cross_to_backward(situation: str, recipe: str, choice: str) -> None:
     graphs = graphs_in(situation, mlp(recipe, CHOICES[choice]))
@@ -120,14 +128,18 @@ def test_whether_parameters_count_as_free_to_save_makes_no_difference(situation:
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)
-@pytest.mark.parametrize("recipe", f8.Recipe.names())
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_gradients_are_bitwise_those_of_eager_either_way(situation: str, recipe: str) -> None:
+    """And the amaxes that delayed scales will be made of."""
+
     def gradients(choice: str, compiled: bool) -> list[Tensor]:
         model = mlp(recipe, CHOICES[choice])
         run = SITUATIONS[situation if compiled or situation != "nested_compile_region" else "module"](model)
         torch._dynamo.reset()
         x_grad = step(torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run)
-        return [x_grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+        amaxes = [entry.amax for layer in model for role, entry in scales_of(layer).items() if role != "weight"]
+        assert all(amaxes)
+        return [x_grad, *(p.grad for p in model.parameters() if p.grad is not None), *amaxes]
 
     expected = gradients("recompute", compiled=False)
     for got in (gradients("keep", compiled=False), gradients("mixed", compiled=True)):
@@ -146,7 +158,7 @@ def test_without_the_tags_the_partitioner_would_decide_otherwise(monkeypatch: py
     assert saved_float8(as_leaves, SHAPES.values()) == everything
 
 
-@pytest.mark.parametrize("recipe", f8.Recipe.names())
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_a_kept_weight_is_stored_as_backward_reads_it(recipe: str) -> None:
     graphs = graphs_in("module", mlp(recipe, CHOICES["keep"]))
     kept = [t for t in graphs.saved() if t.dtype.itemsize == 1 and tuple(t.shape) in SHAPES.values()]
@@ -171,6 +183,13 @@ def test_a_weights_amax_is_taken_once_a_step(situation: str, choice: str) -> Non
     assert amaxes_of_weights(graphs) == len(SHAPES)
 
 
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_a_delayed_weights_amax_is_taken_in_no_graph(situation: str) -> None:
+    """But in the first step, which has no other scale."""
+    assert amaxes_of_weights(graphs_in(situation, mlp("delayed", CHOICES["mixed"]))) == len(SHAPES)
+    assert amaxes_of_weights(graphs_in(situation, mlp("calibrated", CHOICES["mixed"]))) == 0
+
+
 def test_a_policy_on_sac_save_ops_repeats_no_gemm_and_no_reduction() -> None:
     plain = graphs_in("module", mlp("tensorwise", CHOICES["recompute"]))
     saved = graphs_in("a policy that saves GEMMs", mlp("tensorwise", CHOICES["recompute"]))
@@ -191,7 +210,7 @@ def test_flipping_costs_one_recompilation() -> None:
         assert counter.frame_count == expected
 
 
-@pytest.mark.parametrize("recipe", f8.Recipe.names())
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_eagerly_a_checkpoint_region_changes_no_gradient(recipe: str, reentrant: bool) -> None:
     expected = step(mlp(recipe, CHOICES["recompute"]))

@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+from delayed_checks import backward, layers_of, state_of, train
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from float8_compile import Float8Linear, Recipe, convert_to_float8_training, float8_disabled
+from float8_compile import Float8Linear, Recipe, convert_to_float8_training, float8_disabled, mark_calibrated
 from float8_compile.report import SavedTensor, SavedTensorsReport, _Forward, readable, saved_tensors_report
 
 E4M3 = torch.float8_e4m3fn
@@ -61,10 +62,10 @@ def without_scales(rows: tuple[SavedTensor, ...]) -> list[tuple[Any, ...]]:
 @every_recipe
 @every_setting
 def test_an_mlp_eagerly(recipe: str, keepers: tuple[str, ...]) -> None:
-    """x is the caller's and ReLU keeps its output: only tensorwise keeps inputs beside these, in float8."""
+    """x is the caller's and ReLU keeps its output: only where one cast is enough inputs are kept too, in float8."""
     report = saved_tensors_report(mlp(recipe, keepers), batch())
     expected = [("1", "other", torch.bfloat16, (32, 256), HIDDEN)]
-    if recipe == "tensorwise":
+    if recipe in ("tensorwise", "delayed"):
         expected += [("0", "input", E4M3, (32, 64), 32 * 64), ("2", "input", E4M3, (32, 256), 32 * 256)]
     kept = [row for row in without_scales(report.eager) if row[1] != "weight"]
     assert kept == sorted(expected)
@@ -88,12 +89,14 @@ def test_an_mlp_compiled(recipe: str, keepers: tuple[str, ...]) -> None:
     assert {row.layer for row in report.compiled} <= {"0", "1", "2"}
 
 
-def test_the_scales_of_tensorwise() -> None:
-    """Of the input and of the weight, four bytes each, whether the weight is kept or not."""
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_the_scales_of_whole_tensors(recipe: str) -> None:
+    """Four bytes each: 1 / scale of the input and of the weight, and of a weight to be cast again the scale too."""
     for keepers in KEEPERS.values():
-        report = saved_tensors_report(mlp(keepers=keepers), batch())
+        report = saved_tensors_report(mlp(recipe, keepers), batch())
         rows = [row for row in report.eager if row.role == "scale"]
-        assert [(row.layer, row.shape, row.nbytes) for row in rows] == [*[("0", (), 4)] * 2, *[("2", (), 4)] * 2]
+        scales = [(name, (), 4) for name in ("0", "2") for _ in range(2 if name in keepers else 3)]
+        assert [(row.layer, row.shape, row.nbytes) for row in rows] == scales
 
 
 def test_the_scales_of_a_kept_rowwise_weight() -> None:
@@ -104,7 +107,7 @@ def test_the_scales_of_a_kept_rowwise_weight() -> None:
 
 
 def test_ten_large_layers_eagerly() -> None:
-    """Through what is behind `saved_tensors_report`, which would trace them as well."""
+    """Through what is behind `saved_tensors_report`, which would trace them as well. Without the scales' 120 bytes."""
     model = nn.Sequential(*[nn.Linear(4096, 4096, bias=False, dtype=torch.bfloat16) for _ in range(10)])
     convert_to_float8_training(model)
     x = torch.randn(16, 4096, dtype=torch.bfloat16, requires_grad=True)
@@ -112,7 +115,7 @@ def test_ten_large_layers_eagerly() -> None:
     for recompute in (True, False):
         for layer in model:
             layer.recompute_weight_cast = recompute
-        kept[recompute] = sum(row.nbytes for row in _Forward(model, (x,), {}).eager())
+        kept[recompute] = sum(row.nbytes for row in _Forward(model, (x,), {}).eager() if row.role != "scale")
     assert kept[False] - kept[True] == 10 * 4096 * 4096 == 167_772_160
 
 
@@ -255,6 +258,45 @@ def test_a_weight_that_autocast_casts_is_kept() -> None:
         ("input", torch.bfloat16, 16 * 64 * 2),
         ("weight", torch.bfloat16, 64 * 32 * 2),
     ]
+
+
+# Delayed scales
+
+
+@every_setting
+def test_once_there_are_delayed_scales_none_is_counted(keepers: tuple[str, ...]) -> None:
+    """They belong to the layers and are alive anyway, like parameters; the rest is as without them."""
+    model = mlp("delayed", keepers)
+    before = saved_tensors_report(model, batch())
+    mark_calibrated(model)
+    report = saved_tensors_report(model, batch())
+    for mode in ("eager", "compiled"):
+        assert before.total(mode, role="scale") > 0 == report.total(mode, role="scale")
+        assert without_scales(getattr(report, mode)) == without_scales(getattr(before, mode))
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_delayed_scales_stay_as_they_were(calibrated: bool, fails: bool) -> None:
+    """Running amaxes too, which each of the four forwards would raise, and nothing new is taken for evidence."""
+    model = mlp("delayed", ("0",))
+    train(model, model, [batch().detach() for _ in range(3)] if calibrated else [])
+    backward(model, batch())
+    before, evidence = state_of(model), [layer.input_scale.calibrated for layer in layers_of(model)]
+    model[1].register_forward_hook(stumble if fails else lambda *_: None)
+    larger = (100 * batch()).detach()
+    with pytest.raises(LookupError) if fails else contextlib.nullcontext():
+        saved_tensors_report(model, larger)
+    assert state_of(model).keys() == before.keys()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state_of(model).items())
+    assert [layer.input_scale.calibrated for layer in layers_of(model)] == evidence == [calibrated] * 2
+    if not fails:
+        backward(model, larger)
+        assert state_of(model)["0.input.amax"] > 10 * before["0.input.amax"], "so it could have been raised"
+
+
+def stumble(*_: Any) -> Any:
+    raise LookupError("half-way")
 
 
 # Any model

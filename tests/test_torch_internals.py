@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import pkgutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,20 @@ from compile_checks import compile_counted, graphs_of
 from oracles import E4M3
 from test_house import strange
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from float8_compile import Float8Linear, torch_internals
 from float8_compile.torch_internals import (
     apply_function,
     disabled_torch_function,
+    foreach_amax,
     guard_or_false,
+    is_called_by_another,
+    is_transformed,
     make_wrapper,
+    mark_static_address,
+    raise_to,
     scaled_mm,
     statically_known_true,
 )
@@ -229,6 +237,175 @@ def test_above_function_there_still_is_an_apply_that_binds_no_arguments() -> Non
     if inspect.isbuiltin(first.apply):
         pytest.skip("this torch's Function.apply is in C++ itself")
     assert inspect.isbuiltin(second.apply)
+
+
+# Delayed scaling
+
+
+def written_to(tensor: Tensor, inside: list[bool]) -> Any:
+    """A function that adds its argument to the tensor from outside, and says what `is_transformed` did."""
+
+    def f(x: Tensor) -> Tensor:
+        inside.append(is_transformed())
+        tensor.add_(x.detach())
+        return x * 2
+
+    return f
+
+
+TRANSFORMS = {
+    "grad": lambda f: torch.func.grad(f)(torch.tensor(1.0)),
+    "vjp": lambda f: torch.func.vjp(f, torch.tensor(1.0)),
+    "vmap": lambda f: torch.vmap(f)(torch.ones(3)),
+    "grad of vmap": lambda f: torch.func.grad(lambda x: torch.vmap(f)(x).sum())(torch.ones(3)),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_is_transformed_says_where_a_tensor_from_outside_can_not_be_written_to(transform: Any) -> None:
+    inside: list[bool] = []
+    with pytest.raises(RuntimeError, match=r"mutate a captured Tensor|broadcast shape"):
+        transform(written_to(torch.zeros(()), inside))
+    assert inside == [True]
+
+
+def test_outside_of_transforms_it_can() -> None:
+    inside: list[bool] = []
+    tensor = torch.zeros(())
+    f = written_to(tensor, inside)
+    f(torch.tensor(1.0, requires_grad=True)).backward()
+    with torch.inference_mode():
+        f(torch.tensor(1.0))
+    compile_counted(f)[0](torch.tensor(1.0))
+    assert inside == [False] * 3
+    assert tensor == 3
+
+
+def test_foreach_amax_is_the_largest_magnitude_of_each_in_float32() -> None:
+    tensors = [
+        torch.randn(3, 4),
+        torch.randn(5).bfloat16(),
+        torch.randn(6, 4).t()[::2],
+        torch.tensor([[1.0, -7.0]]).half(),
+        torch.tensor(-3.0),
+        torch.zeros(2, 2),
+        torch.tensor([1.0, -math.inf]),
+        torch.tensor([1e-45, 0.0]),
+        torch.tensor([math.nan, 1.0]),
+    ]
+    amaxes = foreach_amax(tensors)
+    assert all((amax.shape, amax.dtype) == ((), torch.float32) for amax in amaxes)
+    assert amaxes[-1].isnan()
+    assert torch.equal(torch.stack(amaxes[:-1]), torch.stack([t.abs().max().float() for t in tensors[:-1]]))
+
+
+def test_foreach_amax_is_one_op_for_any_number_of_tensors() -> None:
+    class Count(TorchDispatchMode):
+        ops = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.ops += 1
+            return func(*args, **(kwargs or {}))
+
+    for number in (1, 200):
+        tensors = list(torch.ones(number, 4))
+        with Count() as count:
+            foreach_amax(tensors)
+        assert count.ops == 1
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_raise_to_is_a_maximum_in_place(dtype: torch.dtype, compiled: bool) -> None:
+    running = torch.tensor(3.0)
+    run = compile_counted(raise_to)[0] if compiled else raise_to
+    for number, expected in ((2.0, 3.0), (5.0, 5.0), (0.0, 5.0), (math.inf, math.inf)):
+        run(running, torch.tensor(number, dtype=dtype))
+        assert running.item() == expected
+    for number in (math.nan, 1.0):
+        run(running, torch.tensor(number, dtype=dtype))
+        assert running.isnan()
+
+
+def test_raise_to_may_stand_where_a_policy_saves_everything() -> None:
+    """And other ways to write in place may not."""
+    contexts = partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+    running = torch.zeros(())
+
+    def step(write: Any) -> None:
+        def region(x: Tensor) -> Tensor:
+            with torch.no_grad():
+                write(running, x.detach().abs().max())
+            return x.sin()
+
+        checkpoint(region, torch.ones(3, requires_grad=True), use_reentrant=False, context_fn=contexts).sum().backward()
+
+    step(raise_to)
+    assert running == 1
+    for write in (Tensor.copy_, Tensor.clamp_min_, lambda t, x: torch.maximum(t, x, out=t)):
+        with pytest.raises(RuntimeError, match="mutated"):
+            step(write)
+
+
+def test_a_graph_takes_a_marked_tensor_for_one_whose_address_stays() -> None:
+    """As it does buffers. No guard is on the address, so another tensor in its place costs nothing."""
+
+    class Holder:
+        def __init__(self) -> None:
+            self.marked = mark_static_address(torch.zeros(()))
+            self.other = torch.zeros(())
+
+    compilations: list[list[str]] = []
+
+    def backend(gm: torch.fx.GraphModule, _: Any) -> Any:
+        inputs = gm.graph.find_nodes(op="placeholder")
+        compilations.append([n.name for n in inputs if "_dynamo_static_input_type" in n.meta["tensor_dict"]])
+        return gm.forward
+
+    holder = Holder()
+    compiled = torch.compile(lambda x: x + holder.marked + holder.other, backend=backend, fullgraph=True)
+    for number in range(3):
+        holder.marked = mark_static_address(torch.full((), float(number)))
+        assert compiled(torch.ones(())) == 1 + number
+    assert [["marked" in name for name in static] for static in compilations] == [[True]]
+
+
+class Outer(torch.optim.SGD):
+    """Steps an optimizer of its own, as ZeroRedundancyOptimizer does."""
+
+    def __init__(self, parameter: torch.nn.Parameter, inner: torch.optim.Optimizer) -> None:
+        super().__init__([parameter])
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+def test_is_called_by_another_says_which_step_is_inside_of_which() -> None:
+    inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    outer = Outer(torch.nn.Parameter(torch.ones(1)), inner)
+    asked: list[tuple[str, bool]] = []
+    for optimizer in (inner, outer):
+        optimizer.register_step_post_hook(
+            lambda which, *_: asked.append((type(which).__name__, is_called_by_another(which)))
+        )
+    inner.step()
+    outer.step()
+    inner.step()
+    assert asked == [("SGD", False), ("SGD", True), ("Outer", False), ("SGD", False)]
+
+
+def test_a_step_that_raises_leaves_nothing_behind() -> None:
+    inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    outer = Outer(torch.nn.Parameter(torch.ones(1)), inner)
+    inner.register_step_pre_hook(lambda *_: asked.append("before") or 1 / 0)
+    asked: list[Any] = []
+    with pytest.raises(ZeroDivisionError):
+        outer.step()
+    inner._optimizer_step_pre_hooks.clear()
+    inner.register_step_post_hook(lambda which, *_: asked.append(is_called_by_another(which)))
+    inner.step()
+    assert asked == ["before", False]
 
 
 @pytest.mark.parametrize("clamp_is_safe", [True, False])

@@ -99,6 +99,11 @@ class Trainer:
         The second of two passes, which compiles nothing, tells how much of the first was compiling.
         """
         rows = self.batch()
+        if self.progress.recipe == "delayed" and not self.progress.done:
+            # Or the first step would run on dynamic scales, and the second compile another graph.
+            with f8.calibrate(self.model):
+                self.loss(rows).backward()
+            self.optimizer.zero_grad()
         first, second = (self._seconds_of_a_pass(rows) for _ in range(2))
         if self.progress.saved_bytes is None:
             _, self.progress.saved_bytes = count_saved_bytes(self.model, lambda: self.loss(rows))

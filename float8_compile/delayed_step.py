@@ -1,0 +1,223 @@
+"""Who has delayed scales, and when they move on: once per optimizer step, by themselves.
+
+    optimizer.step()  ->  after_step  ->  the layers whose weights it holds
+                                          their running amaxes, and their weights' own   one vector
+                                          all-reduce MAX over the recipe's group         one call a group
+                                          the update rule (delayed.py)                   one graph on a GPU
+
+A layer that no optimizer trains (frozen, LoRA's base) moves along with any optimizer. `update_delayed_scaling` does the
+same by hand; where nothing ran since, nothing happens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from float8_compile.after_step import listen
+from float8_compile.delayed import ROLES, DelayedScale, DelayedScales, move_on
+from float8_compile.recipe import Recipe
+from float8_compile.torch_internals import foreach_amax
+
+UNSEEN_BACKWARDS = 20
+
+_alive: weakref.WeakValueDictionary[int, DelayedScales] = weakref.WeakValueDictionary()  # in order, as on every rank
+_serial_numbers = itertools.count()
+
+
+def scales_of(layer: nn.Module) -> dict[str, DelayedScale]:
+    """The layer's entries, by role: its attributes `input_scale`, `grad_output_scale`, `weight_scale`."""
+    found = {role: vars(layer).get(f"{role}_scale") for role in ROLES}
+    return {role: scale for role, scale in found.items() if scale is not None}
+
+
+def give_scales(layers: Sequence[nn.Linear], recipes: Sequence[Recipe]) -> None:
+    """Entries for what each layer's recipe delays, and None for the rest.
+
+    Layers with equal settings on one device share their vectors. A layer whose settings stay keeps its state.
+    """
+    together: dict[Any, list[nn.Linear]] = {}
+    for layer, recipe in zip(layers, recipes, strict=True):
+        settings = recipe.delayed, tuple(recipe.delayed_cast(role) for role in ROLES)
+        kept = scales_of(layer).values()
+        if kept and all((entry.scales.delayed, entry.scales.casts) == settings for entry in kept):
+            continue
+        for role in ROLES:
+            setattr(layer, f"{role}_scale", None)
+        if any(settings[1]):
+            together.setdefault((*settings, layer.weight.device), []).append(layer)
+    for (delayed, casts, device), alike in together.items():
+        scales = DelayedScales(len(alike), delayed, casts, device)
+        for row, layer in enumerate(alike):
+            for role, entry in scales.entries(row).items():
+                setattr(layer, f"{role}_scale", entry)
+            adopt(layer)
+        watch(next((layer for layer in alike if layer.weight.requires_grad), alike[0]))
+
+
+def adopt(layer: nn.Linear) -> None:
+    """Let the vectors that hold a layer's entries know it: after it was made, copied, loaded or moved."""
+    for entry in scales_of(layer).values():
+        scales = entry.scales
+        if not any(holder() is layer for holder in scales.holders):
+            scales.holders.append(weakref.ref(layer))
+        if not any(known is scales for known in _alive.values()):
+            _alive[next(_serial_numbers)] = scales
+            listen(_after_step)
+
+
+@torch.no_grad()
+def advance(chosen: Callable[[nn.Linear], bool], skipped: Tensor | None = None) -> None:
+    """Move on the entries of the chosen layers; none of them where `skipped` is > 0, which the host doesn't ask.
+
+    Collective: each rank of a recipe's group must call it, for layers with the same settings in the same order.
+    """
+    every = [(scales, _held(scales)) for scales in list(_alive.values()) if not scales.amax.is_meta]
+    moving = [_Moving(scales, held, set(filter(chosen, held))) for scales, held in every]
+    moving = [part for part in moving if part.layers]
+    for part, amax in zip(moving, _reduced(moving), strict=True):
+        _move(part, amax, skipped)
+
+
+def _after_step(stepped: set[int], skipped: Tensor | None) -> None:
+    advance(partial(_trained_by, stepped), skipped)
+
+
+def _trained_by(stepped: set[int], layer: nn.Linear) -> bool:
+    parameters = list(layer.parameters())
+    return any(id(p) in stepped for p in parameters) or not any(p.requires_grad for p in parameters)
+
+
+def _held(scales: DelayedScales) -> dict[nn.Linear, list[DelayedScale]]:
+    """The layers that have entries in these vectors, and those entries."""
+    layers = [layer for holder in scales.holders if (layer := holder()) is not None]
+    held = {layer: [entry for entry in scales_of(layer).values() if entry.scales is scales] for layer in layers}
+    return {layer: entries for layer, entries in held.items() if entries}
+
+
+@dataclass(frozen=True)
+class _Moving:
+    """Vectors, the layers that have entries in them, and which of these layers move on."""
+
+    scales: DelayedScales
+    held: dict[nn.Linear, list[DelayedScale]]
+    layers: set[nn.Linear]
+
+    def entries(self) -> list[DelayedScale]:
+        return [entry for layer, entries in self.held.items() if layer in self.layers for entry in entries]
+
+    def mask(self) -> Tensor | None:
+        """The entries that move, or None for all."""
+        if len(self.layers) == len(self.held):
+            return None
+        return self.scales.mask({entry.position for entry in self.entries()})
+
+
+def _amaxes(moving: _Moving) -> Tensor:
+    """This step's amaxes, (3 · layers,): the running ones, and the weights' own. NaN as inf, which MAX can't lose."""
+    scales = moving.scales
+    amax = torch.where(scales.amax.isnan(), torch.inf, scales.amax)
+    first = ROLES.index("weight") * scales.count
+    weights = {
+        entry.position - first: weight
+        for layer, (*_, entry) in moving.held.items()
+        if layer in moving.layers and entry.position >= first and (weight := _local(layer.weight)).numel()
+    }
+    if not weights:
+        return amax
+    largest = dict(zip(weights, foreach_amax(list(weights.values())), strict=True))
+    zero = amax.new_zeros(())
+    of_weights = torch.stack([largest.get(row, zero) for row in range(scales.count)])
+    return torch.cat([amax[:first], torch.where(of_weights.isnan(), torch.inf, of_weights)])
+
+
+def _local(weight: Tensor) -> Tensor:
+    """What this rank holds of a weight: amaxes are reduced over the ranks anyway."""
+    to_local = getattr(weight, "to_local", None)
+    return to_local() if to_local is not None else weight
+
+
+def _reduced(moving: Sequence[_Moving]) -> list[Tensor]:
+    """The amaxes of each, the largest of all ranks; in one call for all that share a group and a device."""
+    amaxes = [_amaxes(part) for part in moving]
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return amaxes
+    together: dict[Any, list[int]] = {}
+    for number, part in enumerate(moving):
+        together.setdefault((part.scales.delayed.group, part.scales.amax.device), []).append(number)
+    for (group, _), numbers in together.items():
+        if torch.distributed.get_world_size(group) > 1:
+            vector = torch.cat([amaxes[number] for number in numbers])
+            torch.distributed.all_reduce(vector, torch.distributed.ReduceOp.MAX, group=group)
+            parts = vector.split([len(amaxes[number]) for number in numbers])
+            for number, reduced in zip(numbers, parts, strict=True):
+                amaxes[number] = reduced
+    return amaxes
+
+
+def _move(moving: _Moving, amax: Tensor, skipped: Tensor | None) -> None:
+    scales, entries = moving.scales, moving.entries()
+    vectors = scales.amax, scales.amax_history, scales.scale, scales.unscale
+    mask = moving.mask()
+    if skipped is not None:
+        taken = (skipped.to(amax.device, non_blocking=True) == 0).expand_as(amax)
+        mask = taken if mask is None else mask & taken
+    move: Any = _compiled_move_on() if amax.is_cuda else move_on
+    move(amax, mask, *vectors, scales.casts, scales.delayed)
+    # A backward that is still to come would use other scales than its forward did: autograd shall refuse it.
+    torch.autograd.graph.increment_version([t for entry in entries for t in (entry.scale, entry.unscale)])
+    scales.updates += 1
+    _look_for_evidence(scales, [entry for entries in moving.held.values() for entry in entries])
+
+
+@cache
+def _compiled_move_on() -> Any:
+    """On a GPU only, where its thirty small launches cost more than what they compute."""
+    return torch.compile(move_on, fullgraph=True)
+
+
+def _look_for_evidence(scales: DelayedScales, entries: Sequence[DelayedScale]) -> None:
+    """Tell Python which entries have a scale now.
+
+    The one read of the device by the host: after the 1st, 2nd, 4th, ... update, while there is an entry without a
+    scale (an expert that gets no tokens, a layer whose gradient is zero), so graphs change seldom.
+    """
+    if scales.updates & (scales.updates - 1) == 0 and any(not entry.calibrated for entry in entries):
+        values = scales.scale.tolist()
+        for entry in entries:
+            entry.calibrated = entry.calibrated or values[entry.position] > 0
+
+
+def watch(layer: nn.Linear) -> None:
+    """Warn, once for all layers of a conversion, where backward ran 20 times and nothing was ever updated.
+
+    Counted by a hook on a parameter's gradient, outside every graph; it removes itself after the first update.
+    """
+    parameter = next((p for p in layer.parameters() if p.requires_grad), None)
+    if parameter is None:
+        return
+    watched, seen = weakref.ref(layer), itertools.count(1)
+
+    def count(_: Tensor) -> None:
+        alive = watched()
+        scales = next((entry.scales for entry in scales_of(alive).values()), None) if alive is not None else None
+        if scales is None or scales.updates or scales.warned:
+            handle.remove()
+        elif next(seen) == UNSEEN_BACKWARDS:
+            scales.warned = True
+            warnings.warn(
+                f"{UNSEEN_BACKWARDS} backward passes through delayed scaling and no optimizer step that its layers "
+                "could see: their scales don't move. Call update_delayed_scaling(model) after each step, which is "
+                "needed where an optimizer holds copies of the weights or is no torch.optim.Optimizer.",
+                stacklevel=2,
+            )
+
+    handle = parameter.register_post_accumulate_grad_hook(count)
