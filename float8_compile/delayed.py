@@ -5,7 +5,7 @@ which the amax for later steps is taken along. First the rule, a pure function; 
 
     amax           the largest magnitude since the last update: forward and backward do `amax = maximum(amax, ...)`,
                    which is idempotent, so activation checkpointing, gradient accumulation and a layer that is called
-                   twice are right by construction
+                   twice are right by construction; inf or NaN lasts until the next finite one (`raise_to`)
     amax_history   the amaxes of earlier steps, the newest first
     scale          what casts multiply with; 0 where there is no evidence yet
     unscale        1 / scale, beside it because a graph would spend a kernel on it

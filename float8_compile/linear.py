@@ -40,7 +40,8 @@ class Float8Linear(ScaledLinear):
 
     recipe: how each operand is cast; may be replaced by another recipe at any time.
     input_scale, grad_output_scale, weight_scale: the state of delayed scales (delayed.py), else None. It moves in
-        training with gradients enabled; in `eval()` or under `no_grad` scales are used and amaxes are not recorded.
+        training with gradients enabled; in `eval()` or under `no_grad` scales are used and amaxes are not recorded. In
+        `eval()` a weight's scale is dynamic.
     recompute_weight_cast: True casts the weight again in backward, False keeps the float8 weight (N·K bytes).
         Settable at any time; costs one recompilation.
     enabled: False runs the layer in high precision (see `float8_disabled`).
@@ -91,12 +92,14 @@ class Float8Linear(ScaledLinear):
         records = self.calibrating or (self.training and torch.is_grad_enabled())
         with torch.no_grad():
             x8 = cast_with(x_MK, recipe.output.left, self.input_scale, record=records)
+        # In eval the weights may be another's (an average, a checkpoint copied in): no optimizer step would tell.
+        weight_scale = self.weight_scale if self.training else None
         w8, kept_w8 = cast_weight(
-            w_NK, recipe, self.recompute_weight_cast, read_by_backward=x.requires_grad, delayed=self.weight_scale
+            w_NK, recipe, self.recompute_weight_cast, read_by_backward=x.requires_grad, delayed=weight_scale
         )
         keeps_w8 = kept_w8 is w8
         other_w8 = None if keeps_w8 else kept_w8
-        scales = _Scales(self.input_scale, self.grad_output_scale, self.weight_scale, records)
+        scales = _Scales(self.input_scale, self.grad_output_scale, weight_scale, records)
         operands = *_float8(x8), *_float8(w8), *_float8(other_w8)
         y_MN = apply_function(_Linear, x_MK, w_NK, self.bias, *operands, keeps_w8, recipe, scales)
         return y_MN if x.dim() == 2 else y_MN.view(*x.shape[:-1], self.out_features)

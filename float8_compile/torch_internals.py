@@ -120,16 +120,20 @@ def foreach_amax(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def raise_to(running: Tensor, amax: Tensor) -> None:
-    """`running = maximum(running, amax)`, in place; NaN stays NaN.
+    """`running = maximum(running, amax)`, in place, where a running inf or NaN counts for 0.
 
-    Eagerly torch._foreach_maximum_, because it returns nothing: what an op returns a selective checkpoint policy may
+    So what is not finite lasts until the next finite amax: an update right after it sees it, but a step that GradScaler
+    skips, where no update follows, does not hide the evidence of the next one.
+
+    Eagerly torch._foreach_copy_, because it returns nothing: what an op returns a selective checkpoint policy may
     save, and torch then takes the very write of an op in place for a change behind its back (BatchNorm can't run in
     such a region either). No foreach op has a public name. Delete when `_CachingTorchDispatchMode` leaves them out.
     """
+    number = torch.maximum(torch.where(running.isfinite(), running, 0.0), amax)
     if torch.compiler.is_compiling():
-        running.copy_(torch.maximum(running, amax))
+        running.copy_(number)
     else:
-        torch._foreach_maximum_([running], [amax])
+        torch._foreach_copy_([running], [number])
 
 
 def mark_static_address(tensor: Tensor) -> Tensor:

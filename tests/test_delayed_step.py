@@ -165,7 +165,8 @@ def test_a_compiled_step_has_no_graph_that_the_hook_would_break() -> None:
 
 
 def test_a_skipped_step_moves_nothing_and_the_next_one_is_as_if_it_had_not_been() -> None:
-    """Scenario 14: torch's GradScaler, and an overflow in the second of three steps."""
+    """Scenarios 5 and 14: torch's GradScaler, and an overflow in the second of three steps. What was not finite doesn't
+    hide the amaxes of the step after it."""
     runs = []
     for overflows in (False, True):
         model = mlp(K, 48, K)
@@ -184,9 +185,29 @@ def test_a_skipped_step_moves_nothing_and_the_next_one_is_as_if_it_had_not_been(
             scaler.update(2.0**10)
             if number == 1:
                 assert_same_bits(settled_state_of(model), before)
-        runs.append(weights_of(model))
-        assert all(t.isfinite().all() for t in [*settled_state_of(model).values(), *weights_of(model).values()])
+        runs.append({**state_of(model), **weights_of(model)})
+        assert all(tensor.isfinite().all() for tensor in runs[-1].values())
     assert_same_bits(*runs)
+
+
+def test_steps_that_a_grad_scaler_skips_at_the_start_cost_no_second_recompilation() -> None:
+    """Its first scales are meant to overflow. The first step that it takes is evidence for all of the model."""
+    model = mlp(K, 48, K)
+    run, counter = compile_counted(model)
+    optimizer, scaler = SGD(model.parameters(), lr=1e-3), torch.amp.GradScaler("cpu", init_scale=2.0**18)
+    taken = 0
+    for x in batches(8, 8, K):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = run(x).float().square().sum()
+        before = scaler.get_scale()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        taken += scaler.get_scale() == before
+        assert all(evidence(model).values()) == (taken > 0)
+    assert 0 < taken < 8
+    assert counter.frame_count == 2
 
 
 @pytest.mark.parametrize("optimizer_class", [SGD, AdamW])

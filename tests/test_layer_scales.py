@@ -708,6 +708,23 @@ def test_a_weight_that_is_changed_otherwise_saturates_until_it_is_measured(
     torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize("change", [change for change, _ in WAYS.values()], ids=WAYS)
+def test_in_eval_a_weight_that_is_changed_otherwise_is_cast_by_its_own_scale(
+    change: Callable[[Any, Tensor], Any], mode: str
+) -> None:
+    """Scenario 1: averaged weights are evaluated, and no optimizer ever steps them."""
+    layer = mlp(K, N)[0]
+    train(layer, layer, DATA[:3])
+    run, x = torch.compile(layer, backend="aot_eager") if mode == "compiled" else layer, DATA[3]
+    of_input, bias = layer.input_scale.scale.clone(), layer.bias.detach().clone()
+    change(layer, 8 * layer.weight.detach().clone())
+    layer.bias.data.copy_(bias)
+    layer.eval()
+    expected = output(layer, x, of_input, exact_scale(layer))
+    torch.testing.assert_close(run(x).double(), expected, rtol=1e-5, atol=1e-4)
+
+
 # Conversion back and forth, other recipes
 
 

@@ -319,12 +319,20 @@ def test_foreach_amax_is_one_op_for_any_number_of_tensors() -> None:
 def test_raise_to_is_a_maximum_in_place(dtype: torch.dtype, compiled: bool) -> None:
     running = torch.tensor(3.0)
     run = compile_counted(raise_to)[0] if compiled else raise_to
-    for number, expected in ((2.0, 3.0), (5.0, 5.0), (0.0, 5.0), (math.inf, math.inf)):
+    for number, expected in (
+        (2.0, 3.0),
+        (5.0, 5.0),
+        (0.0, 5.0),
+        (math.inf, math.inf),
+        (math.inf, math.inf),
+        (1.0, 1.0),
+    ):
         run(running, torch.tensor(number, dtype=dtype))
         assert running.item() == expected
-    for number in (math.nan, 1.0):
-        run(running, torch.tensor(number, dtype=dtype))
-        assert running.isnan()
+    run(running, torch.tensor(math.nan, dtype=dtype))
+    assert running.isnan()
+    run(running, torch.tensor(2.0, dtype=dtype))
+    assert running.item() == 2.0
 
 
 def test_raise_to_may_stand_where_a_policy_saves_everything() -> None:
