@@ -180,6 +180,8 @@ def test_a_float32_gemm_is_bounded_by_what_it_may_use() -> None:
 
 # Models
 
+WEIGHTS = ((K, HIDDEN), (HIDDEN, K))
+
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_float8(recipe: str) -> None:
@@ -189,6 +191,32 @@ def test_float8(recipe: str) -> None:
     assert all(launch.dtypes.startswith("float8_e") for launch in gemms)
     assert {launch.flops for launch in gemms} == {2 * M * K * HIDDEN}
     assert result.notes == ()
+
+
+def method(model: nn.Module) -> Callable[..., Any]:
+    return model.forward
+
+
+def closure(model: nn.Module) -> Callable[..., Any]:
+    return lambda x: model(x)
+
+
+@pytest.mark.parametrize("called", [lambda model: model, method, closure], ids=["module", "method", "closure"])
+def test_delayed_scaling_is_shown_in_its_steady_state(called: Callable[[nn.Module], Any]) -> None:
+    """Not the first step, in which kernels read weights for their amax."""
+
+    def build() -> Any:
+        model, x = mlp(lambda model: f8.convert_to_float8_training(model, config="delayed"))
+        return called(model), x
+
+    reading = [
+        launch.ops
+        for launch in f8.preview(build).launches
+        for buffer in launch.buffers
+        if buffer.shape in WEIGHTS and buffer.reads
+    ]
+    assert reading
+    assert not any("aten.amax.default" in ops for ops in reading)
 
 
 def test_a_kept_weight_is_saved() -> None:

@@ -36,6 +36,7 @@ class _CallablePackage(ModuleType):
         build: makes a model and its inputs, under `torch.device("meta")`; returns (callable, args), where args is a
             tuple or a tensor, or (callable, args, kwargs). Backward is previewed where an output requires a gradient.
         target: one of `TARGETS`.
+            Delayed scales are shown in their steady state, not in the first step.
         compile_kernels: compile every candidate config to machine code too, for registers, spills and PTX; takes
             about a second a kernel.
 

@@ -16,8 +16,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
+from float8_compile.calibration import mark_calibrated
+from float8_compile.delayed_step import scales_of
 from float8_compile.preview import device, inductor
 from float8_compile.preview.dry_run import dry_run
 from float8_compile.preview.launches import Reading
@@ -38,6 +40,8 @@ def capture(build: Callable[[], Any], target: str, *, compile_kernels: bool = Fa
         refuse_autocast()
         with torch.device("meta"):
             function, args, kwargs = _parts(build())
+        for model in _models(function):
+            mark_calibrated(model)  # the first step is another graph, but a run is all the others
         backend = _Backend(gpu, Layers(function), compile_kernels)
         with inductor.graph_breaks() as breaks:
             outputs = torch.compile(function, backend=backend, dynamic=False)(*args, **kwargs)
@@ -52,6 +56,13 @@ def capture(build: Callable[[], Any], target: str, *, compile_kernels: bool = Fa
 def _parts(built: Any) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     function, args, kwargs = (*built, {}) if len(built) == 2 else built
     return function, (args,) if isinstance(args, Tensor) else tuple(args), kwargs
+
+
+def _models(function: Callable[..., Any]) -> list[nn.Module]:
+    """Modules with delayed scales: what is called, what it is a method of, or what it has in its closure."""
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    modules = [m for m in (function, getattr(function, "__self__", None), *cells) if isinstance(m, nn.Module)]
+    return [module for module in modules if any(map(scales_of, module.modules()))]
 
 
 def _backward(outputs: Any) -> None:
