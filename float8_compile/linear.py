@@ -235,6 +235,10 @@ class _Linear(torch.autograd.Function):
             w_grad = gemm.grad_weight(g8, x8, ctx.w_dtype, fast_accum=how.fast_accum, emulate=emulate)
         if bias_needs_grad:
             g_MN = g_MN.dequantize() if isinstance(g_MN, Float8Tensor) else g_MN
+            if scales.records and scales.grad_output is not None and torch.compiler.is_compiling():
+                # Never true, but so the sum comes after the amax. As its sibling Inductor would put it into the kernel
+                # that casts, whose loop over rows then stores the transposed cast uncoalesced: six times the sectors.
+                g_MN = torch.where(scales.grad_output.amax < 0, 0.0, g_MN)
             # contiguous: the order of a sum depends on strides, and a compiled backward gets a contiguous gradient
             bias_grad = g_MN.contiguous().sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return x_grad, w_grad, bias_grad, *[None] * 12

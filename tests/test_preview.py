@@ -219,6 +219,16 @@ def test_delayed_scaling_is_shown_in_its_steady_state(called: Callable[[nn.Modul
     assert not any("aten.amax.default" in ops for ops in reading)
 
 
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.GELU()], ids=["relu", "gelu"])
+def test_the_gradient_of_a_bias_does_not_make_a_transposed_cast_uncoalesced(activation: nn.Module) -> None:
+    def build() -> Any:
+        model = nn.Sequential(nn.Linear(1024, 2048), activation, nn.Linear(2048, 1024)).bfloat16()
+        return f8.convert_to_float8_training(model, config="delayed"), batch(4096, 1024)
+
+    for launch in f8.preview(build).launches:
+        assert launch.sectors <= 1.1 * (launch.reads + launch.writes), launch.name
+
+
 def test_a_kept_weight_is_saved() -> None:
     """Layer by layer: "0" keeps its float8 weight, "2" casts it again."""
 
