@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,19 +30,7 @@ from torch.utils.checkpoint import checkpoint
 import float8_compile as f8
 from float8_compile.delayed_step import scales_of
 
-
-@pytest.fixture(autouse=True)
-def _afresh() -> Iterator[None]:
-    """Own random numbers and no graphs of other tests; without torch's remark on checkpoint's context_fn."""
-    logger = logging.getLogger("torch._dynamo")
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        torch._dynamo.reset()
-        before = logger.level
-        logger.setLevel(logging.ERROR)
-        yield
-        logger.setLevel(before)
-        torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("afresh")
 
 
 # calibrate

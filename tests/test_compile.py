@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +18,12 @@ from torch.nn import functional
 
 import float8_compile as f8
 
+pytestmark = pytest.mark.usefixtures("afresh")
+
 K, N = 32, 48
 BF16, FP32 = torch.bfloat16, torch.float32
 
 every_recipe = pytest.mark.parametrize("recipe", f8.Recipe.names())
-
-
-@pytest.fixture(autouse=True)
-def _afresh() -> Iterator[None]:
-    """Own random numbers and no graphs of other tests; without torch's remark on checkpoint's context_fn."""
-    logger = logging.getLogger("torch._dynamo")
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        torch._dynamo.reset()
-        before = logger.level
-        logger.setLevel(logging.ERROR)
-        yield
-        logger.setLevel(before)
-        torch._dynamo.reset()
 
 
 def converted(model: nn.Module, recipe: str | None, **options: Any) -> nn.Module:

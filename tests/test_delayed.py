@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -40,24 +39,12 @@ from float8_compile.cast import saturating_cast, scale_from_amax, tensor_amax
 from float8_compile.delayed import DelayedScales, move_on, updated
 from float8_compile.tensor import Operand
 
+pytestmark = pytest.mark.usefixtures("afresh")
+
 BF16, FP32 = torch.bfloat16, torch.float32
 
 keep_or_recompute = pytest.mark.parametrize("recompute", [True, False], ids=["recompute", "keep"])
 eagerly_and_traced = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "aot_eager"])
-
-
-@pytest.fixture(autouse=True)
-def _afresh() -> Iterator[None]:
-    """Own random numbers and no graphs of other tests; without torch's remark on checkpoint's context_fn."""
-    logger = logging.getLogger("torch._dynamo")
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        torch._dynamo.reset()
-        before = logger.level
-        logger.setLevel(logging.ERROR)
-        yield
-        logger.setLevel(before)
-        torch._dynamo.reset()
 
 
 def in_mode(compiled: bool, fn: Run) -> Run:

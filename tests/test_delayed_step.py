@@ -4,12 +4,11 @@ constant number of ops."""
 from __future__ import annotations
 
 import gc
-import logging
 import math
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,22 +37,11 @@ import float8_compile as f8
 from float8_compile.delayed_step import UNSEEN_BACKWARDS, scales_of
 
 # Dynamo asks an input that is no leaf for its gradient.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+pytestmark = [
+    pytest.mark.usefixtures("afresh"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
 eagerly_and_traced = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "aot_eager"])
-
-
-@pytest.fixture(autouse=True)
-def _afresh() -> Iterator[None]:
-    """Own random numbers and no graphs of other tests; without torch's remark on checkpoint's context_fn."""
-    logger = logging.getLogger("torch._dynamo")
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        torch._dynamo.reset()
-        before = logger.level
-        logger.setLevel(logging.ERROR)
-        yield
-        logger.setLevel(before)
-        torch._dynamo.reset()
 
 
 def scale_of_weight(layer: nn.Linear) -> float:
