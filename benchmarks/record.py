@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 import os
 import platform
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from float8_compile.machine import commit, processor, versions
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PACKAGES = ("float8_compile", "torch", "triton", "torchao")
 
 
 def circumstances(command: str) -> dict[str, Any]:
@@ -25,8 +23,8 @@ def circumstances(command: str) -> dict[str, Any]:
     return {
         "command": command,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "versions": {"python": platform.python_version()} | {name: installed(name) for name in PACKAGES},
+        "commit": commit(ROOT),
+        "versions": versions(),
         "machine": machine(),
     }
 
@@ -34,24 +32,7 @@ def circumstances(command: str) -> dict[str, Any]:
 def machine() -> str:
     """In words: "x86_64 (AMD EPYC), 2 cores, no GPU, Linux"."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    return f"{platform.machine()} ({_processor()}), {os.cpu_count()} cores, {gpu}, {platform.system()}"
-
-
-def commit() -> str | None:
-    """The repository's, with "+" where files differ from it; None outside a git checkout."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def installed(package: str) -> str | None:
-    """Its version, or None."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    return f"{platform.machine()} ({processor()}), {os.cpu_count()} cores, {gpu}, {platform.system()}"
 
 
 def write(path: Path, text: str) -> None:
@@ -72,11 +53,3 @@ def markdown(rows: Sequence[Mapping[str, str]]) -> str:
     header = list(rows[0])
     lines = [header, ["---"] + ["---:"] * (len(header) - 1), *([row[name] for name in header] for row in rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def _processor() -> str:
-    if sys.platform == "linux":
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or "unknown processor"

@@ -1,4 +1,7 @@
-"""What this machine is: its GPUs, compilers, packages and settings, as far as float8 has to do with them."""
+"""What this machine is: its GPUs, compilers, packages and settings, as far as float8 has to do with them.
+
+Also what every file of results says of where it was made: `processor`, `versions`, `commit`.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
 
 import torch
 
 from float8_compile.torch_internals import scaled_mm
+
+PACKAGES = ("float8_compile", "torch", "triton", "torchao")
 
 
 @dataclass(frozen=True)
@@ -62,9 +68,9 @@ def look() -> Machine:
         python=platform.python_version(),
         torch=str(torch.__version__),
         built_for=_built_for(),
-        triton=_version("triton") or _version("pytorch-triton"),
+        triton=installed("triton") or installed("pytorch-triton"),
         triton_wanted=_wanted_triton(),
-        torchao=_version("torchao"),
+        torchao=installed("torchao"),
         gpus=tuple(map(_gpu, range(torch.cuda.device_count()))) if torch.cuda.is_available() else (),
         driver=_driver(),
         compiler=next(filter(None, map(shutil.which, _compilers())), None),
@@ -74,6 +80,30 @@ def look() -> Machine:
         and os.environ.get("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "0") != "1",
         precision_casts=os.environ.get("TORCHINDUCTOR_EMULATE_PRECISION_CASTS", "0") == "1",
     )
+
+
+def processor() -> str:
+    """The CPU's name, as the system gives it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def versions() -> dict[str, str | None]:
+    """Of Python and of the packages that numbers depend on; None for one that isn't there."""
+    return {"python": platform.python_version()} | {name: installed(name) for name in PACKAGES}
+
+
+def commit(folder: Path) -> str | None:
+    """The commit that is checked out there, with "+" where files differ from it; None outside a git checkout."""
+    command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def _built_for() -> str:
@@ -87,7 +117,8 @@ def _gpu(index: int) -> Gpu:
     return Gpu(properties.name, (properties.major, properties.minor), properties.total_memory)
 
 
-def _version(package: str) -> str | None:
+def installed(package: str) -> str | None:
+    """Its version, or None."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -16,6 +16,7 @@ from byte_lm.interrupt import Interrupt, listening
 from byte_lm.progress import Progress
 from byte_lm.settings import Settings, UsageError
 from byte_lm.training import Trainer, load_progress, start_compiler, train
+from float8_compile.machine import processor
 
 
 def read_text(request: Request) -> Text:
@@ -94,7 +95,7 @@ def beginning(request: Request, text: Text) -> str:
 
 def subtitle(settings: Settings) -> str:
     shape = settings.shape
-    where = torch.cuda.get_device_name() if torch.cuda.is_available() else results.processor()
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else processor()
     return (
         f"{shape.layers} layers, {shape.width} wide, {results.tokens_per_step(settings)} bytes "
         f"a step, seed {settings.seed}, on {where}"

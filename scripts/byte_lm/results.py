@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import os
 import platform
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +15,8 @@ import torch
 from byte_lm.data import Text
 from byte_lm.progress import Progress
 from byte_lm.settings import Settings
+from float8_compile.machine import commit, processor, versions
 
-PACKAGES = ("float8_compile", "torch", "triton", "torchao")
 ROOT = Path(__file__).resolve().parents[2]
 FILE = "results.json"
 
@@ -73,15 +70,6 @@ def rows(progresses: Sequence[Progress], settings: Settings) -> list[Row]:
     return [row(p, progresses[0], tokens_per_step(settings)) for p in progresses]
 
 
-def processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
-
-
 def machine() -> dict[str, Any]:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
@@ -93,27 +81,6 @@ def machine() -> dict[str, Any]:
     }
 
 
-def installed_version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def versions() -> dict[str, str | None]:
-    return {"python": sys.version.split()[0]} | {name: installed_version(name) for name in PACKAGES}
-
-
-def commit() -> str | None:
-    """The project's commit, with "+" where files differ from it; None outside a git checkout."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--exclude=*"]
-    command.append("--dirty=+")
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
 def write(path: Path, settings: Settings, text: Text, progresses: Sequence[Progress]) -> None:
     """Atomic, since `--resume` reads the settings from it."""
     details = {p.recipe: asdict(p) for p in progresses}
@@ -122,7 +89,7 @@ def write(path: Path, settings: Settings, text: Text, progresses: Sequence[Progr
         "shape": asdict(settings.shape),
         "machine": machine(),
         "versions": versions(),
-        "commit": commit(),
+        "commit": commit(ROOT),
         "text": {
             "name": text.name,
             "fingerprint": text.fingerprint,
