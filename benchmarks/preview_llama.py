@@ -26,10 +26,16 @@ from benchmarks import llama
 from benchmarks.record import RESULTS, circumstances, markdown, write, write_json
 from float8_compile import Recipe
 from float8_compile.preview.result import Preview
-from float8_compile.variants import AS_BUILT, KEEP, TORCHAO, TORCHAO_RECIPES, quiet, variant
+from float8_compile.variants import AS_BUILT, CACHED, KEEP, TORCHAO, TORCHAO_RECIPES, quiet, variant
 
 OWN_SCALES = "+own scales"
-DELAYED = ("delayed", f"delayed{KEEP}", f"delayed{OWN_SCALES}")
+DELAYED = (
+    "delayed",
+    f"delayed{KEEP}",
+    f"delayed{CACHED}",
+    f"delayed{KEEP}{CACHED}",
+    f"delayed{OWN_SCALES}",
+)
 RECIPES = (
     AS_BUILT,
     *(TORCHAO + recipe for recipe in TORCHAO_RECIPES),

@@ -38,6 +38,7 @@ from float8_compile.recipe import Cast, DelayedScaling, Gemm, Recipe
 from float8_compile.recompute import sac_save_ops
 from float8_compile.report import saved_tensors_report
 from float8_compile.tensor import Float8Tensor
+from float8_compile.weight_cache import cache_weight_casts
 
 __version__ = "0.1.0"
 
@@ -57,6 +58,7 @@ __all__ = [
     "__version__",
     "_auto_filter_for_recipe",
     "auto_filter",
+    "cache_weight_casts",
     "calibrate",
     "conversion_report",
     "convert_from_float8_training",

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from float8_compile.cast import cast_operand, saturating_cast, scale_from_amax, tensor_amax
 from float8_compile.recipe import Cast, DelayedScaling
+from float8_compile.storage import own_storage
 from float8_compile.tensor import Float8Tensor, Operand
 from float8_compile.torch_internals import is_transformed, mark_static_address, raise_to
 
@@ -166,11 +167,11 @@ class DelayedScale:
         self.scales, self.position = scales, position
 
         def entry(vector: Tensor) -> Tensor:
-            return mark_static_address(_own_storage(vector[position]))
+            return mark_static_address(own_storage(vector[position]))
 
         self.amax, self.scale, self.unscale = entry(scales.amax), entry(scales.scale), entry(scales.unscale)
         has_history = position < len(scales.amax_history)
-        self.amax_history = _own_storage(scales.amax_history[position]) if has_history else None
+        self.amax_history = own_storage(scales.amax_history[position]) if has_history else None
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds of it, by name."""
@@ -211,14 +212,6 @@ class DelayedScale:
     def __setstate__(self, state: tuple[DelayedScales, int, bool]) -> None:
         scales, position, self.calibrated = state
         self._view(scales, position)
-
-
-def _own_storage(entry: Tensor) -> Tensor:
-    """The same memory as a tensor of its own: higher-order ops (nested_compile_region) take no two inputs that share
-    a storage, and autograd's version counter of one layer's scale must not move with another's."""
-    if entry.is_meta or type(entry) is not Tensor:  # no memory, so nothing to share
-        return entry.clone()
-    return torch.utils.dlpack.from_dlpack(entry)
 
 
 def cast_with(x: Tensor, how: Cast, delayed: DelayedScale | None, *, axis: int = -1, record: bool = False) -> Operand:

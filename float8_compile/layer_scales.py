@@ -1,4 +1,4 @@
-"""Delayed scales as a part of their layer: made with its recipe, and moved, copied, saved and loaded with it.
+"""Delayed scales and a cached weight as parts of their layer: made with its recipe, moved, copied and loaded with it.
 
 In a checkpoint they go by the names that float8_experimental gave them: `fp8_amax_input`, `fp8_amax_history_input`,
 `fp8_scale_input`, the same for `grad_output`, and `fp8_scale_weight`: plain float32 tensors.
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from float8_compile.cached_weight import CachedWeight
 from float8_compile.cast import scale_from_amax, tensor_amax
 from float8_compile.delayed import ROLES, DelayedScale
 from float8_compile.delayed_step import adopt, give_scales, scales_of, watch
@@ -24,11 +25,15 @@ STATE_KEYS = frozenset(f"{PREFIX}{name}_{role}" for name in ("amax", "amax_histo
 
 
 class ScaledLinear(nn.Linear):
-    """An `nn.Linear` with a recipe, and with a `DelayedScale` for each role that the recipe delays, else None."""
+    """An `nn.Linear` with a recipe, and with a `DelayedScale` for each role that the recipe delays, else None.
+
+    cached_weight: the weight's cast, where `cache_weight_casts` made one. It is no state: no copy and no file has it.
+    """
 
     input_scale: DelayedScale | None
     grad_output_scale: DelayedScale | None
     weight_scale: DelayedScale | None
+    cached_weight: CachedWeight | None
     _recipe: Recipe
 
     @property
@@ -41,6 +46,14 @@ class ScaledLinear(nn.Linear):
     def recipe(self, recipe: Recipe) -> None:
         give_scales([self], [recipe])
         self._recipe = recipe
+        if self.cached_weight is not None:
+            self.cached_weight.fit(recipe)
+
+    def hold(self, cast: CachedWeight | None) -> None:
+        """Have this cast of the weight from here on, or none."""
+        if self.cached_weight is not None:
+            self.cached_weight.release()
+        self.cached_weight = cast
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """`.to()`, `.bfloat16()`, `to_empty` and so on: scales follow the weight's device, and stay float32."""
@@ -59,10 +72,12 @@ class ScaledLinear(nn.Linear):
         return self
 
     def _follow(self, before: list[nn.Parameter]) -> None:
-        """Bring scales to where the weight is, and watch parameters that took the place of those before."""
+        """Bring scales and cached weight to where the weight is; watch parameters in the place of those before."""
         scales = scales_of(self)
         for scale in scales.values():
             scale.place(self.weight.device)
+        if self.cached_weight is not None:
+            self.cached_weight.bind(self.weight)  # type: ignore[arg-type]
         if scales:
             adopt(self)
             if any(now is not was for now, was in zip(self.parameters(), before, strict=False)):
@@ -73,8 +88,11 @@ class ScaledLinear(nn.Linear):
         `__setstate__`."""
         copied = self.__new__(type(self))
         memo[id(self)] = copied
-        copied.__setstate__(copy.deepcopy(vars(self), memo))
+        copied.__setstate__(copy.deepcopy(ScaledLinear.__getstate__(self), memo))  # parametrizations raise in theirs
         return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "cached_weight": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

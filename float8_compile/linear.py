@@ -71,6 +71,7 @@ class Float8Linear(ScaledLinear):
 
     def become_plain(self) -> None:
         """Become an `nn.Linear` again, the same object."""
+        self.hold(None)
         self.__class__ = nn.Linear  # type: ignore[assignment]
         for name in _ATTRIBUTES:
             delattr(self, name)
@@ -94,14 +95,19 @@ class Float8Linear(ScaledLinear):
             x8 = cast_with(x_MK, recipe.output.left, self.input_scale, record=records)
         # In eval the weights may be another's (an average, a checkpoint copied in): no optimizer step would tell.
         weight_scale = self.weight_scale if self.training else None
-        w8, kept_w8 = cast_weight(
-            w_NK, recipe, self.recompute_weight_cast, read_by_backward=x.requires_grad, delayed=weight_scale
-        )
+        cached = self.cached_weight if self.training else None
+        is_cached = cached is not None and cached.holds(w_NK)
+        if cached is not None and is_cached:
+            w8, kept_w8 = cached.operands()
+        else:
+            w8, kept_w8 = cast_weight(
+                w_NK, recipe, self.recompute_weight_cast, read_by_backward=x.requires_grad, delayed=weight_scale
+            )
         keeps_w8 = kept_w8 is w8
         other_w8 = None if keeps_w8 else kept_w8
         scales = _Scales(self.input_scale, self.grad_output_scale, weight_scale, records)
         operands = *_float8(x8), *_float8(w8), *_float8(other_w8)
-        y_MN = apply_function(_Linear, x_MK, w_NK, self.bias, *operands, keeps_w8, recipe, scales)
+        y_MN = apply_function(_Linear, x_MK, w_NK, self.bias, *operands, keeps_w8, is_cached, recipe, scales)
         return y_MN if x.dim() == 2 else y_MN.view(*x.shape[:-1], self.out_features)
 
     def _check(self, x: Tensor) -> None:
@@ -136,6 +142,7 @@ _ATTRIBUTES = (
     "input_scale",
     "grad_output_scale",
     "weight_scale",
+    "cached_weight",
 )
 
 
@@ -150,6 +157,8 @@ def become_float8(
             assert isinstance(linear, Float8Linear)
         linear._recipe, linear.fqn = recipe, fqn
         linear.recompute_weight_cast, linear.enabled, linear.calibrating = recompute_weight_cast, True, False
+        if (cached := vars(linear).setdefault("cached_weight", None)) is not None:
+            cached.fit(recipe)
     give_scales(linears, recipes)
 
 
@@ -175,6 +184,7 @@ class _Linear(torch.autograd.Function):
         other_scale: Tensor | None,
         other_unscale: Tensor | None,
         keeps_w8: bool,
+        is_cached: bool,
         recipe: Recipe,
         scales: _Scales,
     ) -> Tensor:
@@ -185,7 +195,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x_MK, w_NK, bias, *operands, keeps_w8, recipe, scales = inputs
+        x_MK, w_NK, bias, *operands, keeps_w8, is_cached, recipe, scales = inputs
         x8, w8, other_w8 = Operand(*operands[:3]), Operand(*operands[3:6]), Operand(*operands[6:])
         ctx.recipe, ctx.scales, ctx.x_dtype, ctx.w_dtype = recipe, scales, x_MK.dtype, w_NK.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -194,7 +204,9 @@ class _Linear(torch.autograd.Function):
         x_saved = (x8.payload, x8.unscale) if recipe.casts_input_once else (x_MK, None)
         w_saved: tuple[Tensor | None, ...]
         if not ctx.casts_w_again:
-            w_saved = gemm.stored_transposed(kept.payload), None, kept.unscale
+            # A cached one is alive anyway, and as backward reads it if a copy of that may be kept.
+            payload = kept.payload if is_cached else gemm.stored_transposed(kept.payload)
+            w_saved = payload, None, kept.unscale
         elif recipe.casts_weight_once:  # with forward's scale: a weight's amax is taken once a step
             w_saved = w_NK, w8.scale, w8.unscale
         else:
@@ -241,7 +253,7 @@ class _Linear(torch.autograd.Function):
                 g_MN = torch.where(scales.grad_output.amax < 0, 0.0, g_MN)
             # contiguous: the order of a sum depends on strides, and a compiled backward gets a contiguous gradient
             bias_grad = g_MN.contiguous().sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return x_grad, w_grad, bias_grad, *[None] * 12
+        return x_grad, w_grad, bias_grad, *[None] * 13
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:

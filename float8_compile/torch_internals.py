@@ -11,8 +11,9 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from inspect import isbuiltin, signature
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 
 __all__ = [
+    "AskedBeforeEachCall",
     "apply_function",
     "at_most",
     "disabled_torch_function",
@@ -35,6 +37,8 @@ __all__ = [
     "saturate",
     "scaled_mm",
     "statically_known_true",
+    "with_own_code",
+    "without_modes",
 ]
 
 
@@ -148,6 +152,37 @@ def mark_static_address(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def without_modes() -> AbstractContextManager[None]:
+    """Inside, no dispatch mode sees what runs: a selective checkpoint would count ops that it will not see again.
+
+    torch.utils._python_dispatch._disable_current_modes, which torch's own compilers use for the same. Delete when torch
+    offers it in public.
+    """
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
+class AskedBeforeEachCall(ModuleType):
+    """A function's value, which a compiled graph asks for anew before each call: the last moment to put things right.
+
+    Dynamo traces into properties of objects, but takes an attribute of a Python module for a value, whatever computes
+    it, and guards on it: before each call of the graph `answer` is read, and another value compiles another graph. A
+    Dynamo that looks into modules too would trace the function instead. Delete when torch offers a guard of one's own
+    (`torch._library.opaque_object` is on the way there). Nothing is read under
+    `torch.compiler.set_stance(skip_guard_eval_unsafe=True)`, which says that nothing has changed.
+    """
+
+    def __init__(self, function: Callable[[], bool]) -> None:
+        super().__init__("asked_before_each_call")
+        self.function = function
+
+    @property
+    def answer(self) -> bool:
+        """What the function says now."""
+        return self.function()
+
+
 def is_called_by_another(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the `step` of another optimizer, whose hooks are still to come, called this one's.
 
@@ -226,7 +261,7 @@ def run_watched(
 
         return run
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def watched(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
     backend = aot_autograd(
@@ -235,17 +270,21 @@ def run_watched(
         partition_fn=partition,
         decompositions=select_decomp_table(),
     )
-    # Dynamo's caches belong to a code object and count its entries: this call gets one of its own, and frames behind
-    # a graph break a bucket of their own where torch has that (2.13).
-    code = call.__code__.replace(co_name=f"watched_{next(_numbers)}")
-    own = FunctionType(code, globals(), closure=call.__closure__)
+    own = with_own_code(watched)  # and frames behind a graph break a bucket of their own where torch has that (2.13)
     isolated = {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}
     compile: Any = torch.compile
     try:
         return compile(own, backend=backend, dynamic=False, **isolated)(*args, **kwargs)
     finally:
         watchers.clear()  # Dynamo's caches outlive code objects, and with them would whatever `watch` knows
-        reset_code(code)
+        reset_code(own.__code__)
+
+
+def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, of which Dynamo counts compilations apart: its caches and their limit belong to a code."""
+    assert isinstance(function, FunctionType)
+    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
+    return FunctionType(code, function.__globals__, closure=function.__closure__)
 
 
 _numbers = itertools.count()

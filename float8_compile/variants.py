@@ -4,6 +4,7 @@ bf16                as built, in whatever dtype that is
 delayed             converted with one of our recipes, casting weights again in backward; delayed scales as after
                     some steps
 delayed+keep        the same, keeping the casted weights (recompute_weight_cast=False)
+delayed+cached      the same with weights cast once per optimizer step (cache_weight_casts); also delayed+keep+cached
 torchao:tensorwise  converted by torchao
 """
 
@@ -22,11 +23,12 @@ from float8_compile.calibration import mark_calibrated
 from float8_compile.convert import convert_to_float8_training
 from float8_compile.delayed_step import scales_of
 from float8_compile.recipe import Recipe
+from float8_compile.weight_cache import cache_weight_casts
 
 Build = Callable[[], Any]
 
 AS_BUILT = "bf16"
-KEEP = "+keep"
+KEEP, CACHED = "+keep", "+cached"
 TORCHAO = "torchao:"
 TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
@@ -38,11 +40,11 @@ def names() -> tuple[str, ...]:
 
 def check(name: str) -> str:
     """The name, if it is one of a variant. Raises ValueError that lists them."""
-    base = name.removesuffix(KEEP)
+    base = _base(name)
     if base not in names() or (base != name and base not in Recipe.names()):
         raise ValueError(
-            f"unknown recipe {name!r}: there is {', '.join(names())}, and {KEEP!r} behind one of ours keeps its "
-            "casted weights for backward"
+            f"unknown recipe {name!r}: there is {', '.join(names())}; {KEEP!r} behind one of ours keeps its casted "
+            f"weights for backward, and {CACHED!r} behind that casts them once per optimizer step"
         )
     return name
 
@@ -117,17 +119,23 @@ def quiet() -> Iterator[None]:
         logging.disable(before)
 
 
+def _base(name: str) -> str:
+    return name.removesuffix(CACHED).removesuffix(KEEP)
+
+
 def _converter(name: str) -> Callable[[nn.Module], Any]:
     if name == AS_BUILT:
         return lambda model: model
     if name.startswith(TORCHAO):
         return _torchao_converter(name.removeprefix(TORCHAO))
-    recipe, keep = Recipe.from_name(name.removesuffix(KEEP)), name.endswith(KEEP)
+    recipe, keep = Recipe.from_name(_base(name)), KEEP in name
 
     def convert(model: nn.Module) -> None:
         convert_to_float8_training(model, config=recipe, recompute_weight_cast=not keep)
         if any(map(scales_of, model.modules())):
             mark_calibrated(model)
+        if name.endswith(CACHED):
+            cache_weight_casts(model)
 
     return convert
 

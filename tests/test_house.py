@@ -27,6 +27,8 @@ every_file = pytest.mark.parametrize("file", FILES, ids=name_of)
 # The plan: a module imports only from those above it.
 ORDER = [
     "torch_internals",
+    "storage",
+    "watched",
     "recipe",
     "tensor",
     "cast",
@@ -34,9 +36,11 @@ ORDER = [
     "after_step",
     "delayed",
     "delayed_step",
+    "cached_weight",
     "layer_scales",
     "recompute",
     "linear",
+    "weight_cache",
     "calibration",
     "checkpoint",
     "filters",

@@ -1,0 +1,76 @@
+"""Parameters of which every write is seen, also one through `.data`.
+
+A tensor counts the writes to it (`_version`), but `w.data` is another tensor with a counter of its own, which torch
+throws away: `w.data.copy_(...)` and `w.data = t` leave no trace. Here `.data` is a property whose results share one
+counter. What is not seen: aliases made before (`flat = w.data.view(-1)`), other libraries' (NumPy, DLPack), and ops
+that don't say that they write, such as fused optimizers; after those the optimizer's hook comes.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import Tensor, nn
+
+_OWN = ("_alias", "_assigned", "_watchers")
+
+
+class WatchedParameter(nn.Parameter):
+    """A live `nn.Parameter`, the same object, between `watch` and `unwatch`. Its copies and pickles are plain."""
+
+    _alias: Tensor | None
+    _assigned: int
+    _watchers: int
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """As `Tensor.data`, but writes to it count."""
+        if self.is_meta:
+            return super().data
+        if self._alias is not None and not self._alias.is_set_to(self):  # moved by an op such as `set_`
+            self._alias, self._assigned = None, self._assigned + 1
+        if self._alias is None:
+            self._alias = super().data
+        return self._alias.detach()
+
+    @data.setter
+    def data(self, data: Tensor) -> None:
+        nn.Parameter.data.__set__(self, data)  # type: ignore[attr-defined]
+        self._alias, self._assigned = None, self._assigned + 1
+
+    def writes(self) -> tuple[int, ...]:
+        """Another tuple after each write."""
+        return self._version, self._assigned, 0 if self._alias is None else self._alias._version
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied = copy.deepcopy(self._plain(), memo)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)
+
+    def _plain(self) -> nn.Parameter:
+        plain = nn.Parameter(super().data, self.requires_grad)
+        vars(plain).update({name: value for name, value in vars(self).items() if name not in _OWN})
+        return plain
+
+
+def watch(parameter: nn.Parameter) -> None:
+    """From here on see writes to it; may be asked for several times."""
+    if not isinstance(parameter, WatchedParameter):
+        parameter.__class__ = WatchedParameter
+        assert isinstance(parameter, WatchedParameter)
+        parameter._alias, parameter._assigned, parameter._watchers = None, 0, 0
+    parameter._watchers += 1
+
+
+def unwatch(parameter: nn.Parameter) -> None:
+    """The counterpart of one `watch`: after the last one it is a plain parameter again."""
+    if isinstance(parameter, WatchedParameter):
+        parameter._watchers -= 1
+        if parameter._watchers == 0:
+            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+            for name in _OWN:
+                delattr(parameter, name)
