@@ -33,6 +33,7 @@ from float8_compile.convert import (
     float8_disabled,
 )
 from float8_compile.filters import auto_filter
+from float8_compile.flat_gradients import FlatGradients
 from float8_compile.linear import Float8Linear
 from float8_compile.recipe import Cast, DelayedScaling, Gemm, Recipe
 from float8_compile.recompute import sac_save_ops
@@ -46,6 +47,7 @@ __all__ = [
     "Cast",
     "CastConfig",
     "DelayedScaling",
+    "FlatGradients",
     "Float8GemmConfig",
     "Float8Linear",
     "Float8LinearConfig",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from float8_compile.recipe import Cast, Granularity
 from float8_compile.tensor import Float8Tensor, Operand
-from float8_compile.torch_internals import at_most, guard_or_false, saturate
+from float8_compile.torch_internals import at_most, guard_or_false, is_transformed, saturate
 
 _FLOAT32_EXPONENT = 0x7F800000  # the eight exponent bits of a float32
 
@@ -60,11 +60,20 @@ def saturating_cast(x: Tensor, scale: Tensor, dtype: torch.dtype, *, foreign: bo
     foreign: the scale is not x's own (delayed). An infinity would then saturate, and nobody see that the step has
     overflowed: it becomes NaN, which it does under its own scale, 0.
     """
-    x = x.float()
-    scaled = x * scale
+    largest = torch.finfo(dtype).max
+    if torch.compiler.is_compiling() or is_transformed():
+        x = x.float()
+        scaled = x * scale
+        if foreign:
+            scaled = scaled + (
+                x - x
+            )  # 0, or NaN; a `where` would be so many ops that Inductor stops fusing the producer
+        return saturate(scaled, largest).to(dtype)
+    # The same in place: eagerly each step would be another float32 tensor of x's size.
+    scaled = x * scale if x.dtype is torch.float32 else x.float().mul_(scale)
     if foreign:
-        scaled = scaled + (x - x)  # 0, or NaN; a `where` would be so many ops that Inductor stops fusing the producer
-    return saturate(scaled, torch.finfo(dtype).max).to(dtype)
+        scaled.masked_fill_(x.isinf(), torch.nan)
+    return scaled.clamp_(-largest, largest).to(dtype)
 
 
 def cast(x: Tensor, how: Cast, axis: int = -1) -> Tensor:

@@ -24,6 +24,7 @@ from float8_compile import gemm
 from float8_compile.cast import saturating_cast
 from float8_compile.delayed import DelayedScale, cast_with
 from float8_compile.delayed_step import give_scales
+from float8_compile.gradient_slice import GradientSlice, slice_of
 from float8_compile.layer_scales import ScaledLinear
 from float8_compile.recipe import Recipe
 from float8_compile.recompute import cast_weight
@@ -105,9 +106,9 @@ class Float8Linear(ScaledLinear):
             )
         keeps_w8 = kept_w8 is w8
         other_w8 = None if keeps_w8 else kept_w8
-        scales = _Scales(self.input_scale, self.grad_output_scale, weight_scale, records)
+        state = _State(self.input_scale, self.grad_output_scale, weight_scale, records, slice_of(w_NK))
         operands = *_float8(x8), *_float8(w8), *_float8(other_w8)
-        y_MN = apply_function(_Linear, x_MK, w_NK, self.bias, *operands, keeps_w8, is_cached, recipe, scales)
+        y_MN = apply_function(_Linear, x_MK, w_NK, self.bias, *operands, keeps_w8, is_cached, recipe, state)
         return y_MN if x.dim() == 2 else y_MN.view(*x.shape[:-1], self.out_features)
 
     def _check(self, x: Tensor) -> None:
@@ -186,7 +187,7 @@ class _Linear(torch.autograd.Function):
         keeps_w8: bool,
         is_cached: bool,
         recipe: Recipe,
-        scales: _Scales,
+        state: _State,
     ) -> Tensor:
         x8 = Operand(x_MK) if x_payload is None else Operand(x_payload, x_scale, x_unscale)
         w8 = Operand(w_NK) if w_payload is None else Operand(w_payload, w_scale, w_unscale)
@@ -195,9 +196,9 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x_MK, w_NK, bias, *operands, keeps_w8, is_cached, recipe, scales = inputs
+        x_MK, w_NK, bias, *operands, keeps_w8, is_cached, recipe, state = inputs
         x8, w8, other_w8 = Operand(*operands[:3]), Operand(*operands[3:6]), Operand(*operands[6:])
-        ctx.recipe, ctx.scales, ctx.x_dtype, ctx.w_dtype = recipe, scales, x_MK.dtype, w_NK.dtype
+        ctx.recipe, ctx.state, ctx.x_dtype, ctx.w_dtype = recipe, state, x_MK.dtype, w_NK.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         kept = w8 if keeps_w8 else other_w8
         ctx.casts_w_again = kept.payload is None
@@ -222,35 +223,38 @@ class _Linear(torch.autograd.Function):
         if is_nested_transform():  # where once_differentiable would give zeros
             raise NotImplementedError("a Float8Linear can't be differentiated twice: use float8_disabled(model)")
         x_saved, x_unscale, w_saved, w_scale, w_unscale = ctx.saved_tensors
-        recipe, scales, emulate = ctx.recipe, ctx.scales, ctx.recipe.emulate
+        recipe, state, emulate = ctx.recipe, ctx.state, ctx.recipe.emulate
         x_needs_grad, w_needs_grad, bias_needs_grad = ctx.needs_input_grad[:3]
         x_grad = w_grad = bias_grad = g8 = None
         if x_needs_grad:
             how = recipe.grad_input
-            g8 = cast_with(g_MN, how.left, scales.grad_output, record=scales.records)
+            g8 = cast_with(g_MN, how.left, state.grad_output, record=state.records)
             if not ctx.casts_w_again:
                 w8 = Operand(w_saved, None, w_unscale)
             elif recipe.casts_weight_once:
                 payload = saturating_cast(w_saved, w_scale, how.right.dtype, foreign=how.right.is_delayed)
                 w8 = Operand(payload, w_scale, w_unscale)
             else:
-                w8 = cast_with(w_saved, how.right, scales.weight, axis=0)
+                w8 = cast_with(w_saved, how.right, state.weight, axis=0)
             x_grad = gemm.grad_input(g8, w8, ctx.x_dtype, fast_accum=how.fast_accum, emulate=emulate)
         if w_needs_grad:
             how = recipe.grad_weight
             if g8 is None or not recipe.casts_gradient_once:
-                g8 = cast_with(g_MN, how.left, scales.grad_output, axis=0, record=scales.records)
+                g8 = cast_with(g_MN, how.left, state.grad_output, axis=0, record=state.records)
             if recipe.casts_input_once:
                 x8 = Operand(x_saved, None, x_unscale)
             else:
-                x8 = cast_with(x_saved, how.right, scales.input, axis=0, record=scales.records)
+                x8 = cast_with(x_saved, how.right, state.input, axis=0, record=state.records)
             w_grad = gemm.grad_weight(g8, x8, ctx.w_dtype, fast_accum=how.fast_accum, emulate=emulate)
+            if state.weight_gradient is not None:
+                state.weight_gradient.add(w_grad)
+                w_grad = None
         if bias_needs_grad:
             g_MN = g_MN.dequantize() if isinstance(g_MN, Float8Tensor) else g_MN
-            if scales.records and scales.grad_output is not None and torch.compiler.is_compiling():
+            if state.records and state.grad_output is not None and torch.compiler.is_compiling():
                 # Never true, but so the sum comes after the amax. As its sibling Inductor would put it into the kernel
                 # that casts, whose loop over rows then stores the transposed cast uncoalesced: six times the sectors.
-                g_MN = torch.where(scales.grad_output.amax < 0, 0.0, g_MN)
+                g_MN = torch.where(state.grad_output.amax < 0, 0.0, g_MN)
             # contiguous: the order of a sum depends on strides, and a compiled backward gets a contiguous gradient
             bias_grad = g_MN.contiguous().sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return x_grad, w_grad, bias_grad, *[None] * 13
@@ -263,13 +267,14 @@ class _Linear(torch.autograd.Function):
         )
 
 
-class _Scales(NamedTuple):
-    """A layer's delayed scales by role, and whether this call records amaxes in them."""
+class _State(NamedTuple):
+    """A layer's delayed scales by role, whether this call records amaxes in them, where its weight's gradient goes."""
 
     input: DelayedScale | None
     grad_output: DelayedScale | None
     weight: DelayedScale | None
     records: bool
+    weight_gradient: GradientSlice | None
 
 
 def _float8(operand: Operand | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

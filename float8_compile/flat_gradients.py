@@ -1,0 +1,219 @@
+"""Gradients of many parameters in one buffer, each in its slice, added up as backward computes them.
+
+Accumulating microbatches in float32 costs a list of gradients and, for one all-reduce or one norm over all of them, the
+concatenation of that list: twice the memory (FSDP's discussion of flat gradients). Here there is only the buffer:
+
+    Float8Linear        adds its weight's gradient into the slice in its backward, which in a compiled region is a part
+                        of the graph: one gradient is alive at a time
+    other parameters    get `.grad` from autograd, and a hook adds it into the slice
+
+A slice is a view of the buffer. Where parameter and buffer have the same dtype it is also the parameter's `.grad`, from
+the first gradient on; else `.grad` is None, and the attached optimizer gets gradients of the parameter's dtype for the
+time of its step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.optim.optimizer import Optimizer
+
+from float8_compile.gradient_slice import ATTRIBUTE, GradientSlice, slice_of
+from float8_compile.storage import own_storage
+from float8_compile.torch_internals import mark_static_address
+
+
+class FlatGradients:
+    """One flat buffer for the gradients of `parameters`, accumulated over microbatches.
+
+        gradients = FlatGradients(model.parameters())
+        gradients.attach(optimizer)
+        for microbatches in data:
+            for batch in microbatches:
+                model(batch).backward()
+            gradients.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    parameters: in the order in which they lie in the buffer, each once; those without `requires_grad` get no slice.
+        Gradients that they have already are taken over.
+    dtype: of the buffer.
+
+    flat: (sum of numels,), of dtype: every gradient, zeros where none came. Keeps its address. With plain replicas
+        (without DDP) `torch.distributed.all_reduce(gradients.flat)` is the whole communication.
+
+    A parameter that got no gradient since `zero_` has `.grad` None at the step, as without this. Between a step and the
+    next backward gradients have to be set to zero, by `zero_()` or by an attached optimizer's `zero_grad()`;
+    `model.zero_grad()` does not reach the buffer, and backward then raises RuntimeError. Hooks on the weight of a
+    Float8Linear, and `torch.autograd.grad` by it, see no gradient.
+
+    Raises ValueError where no parameter requires a gradient, where they are on several devices or have a slice already,
+    TypeError for a dtype that is not floating point.
+    """
+
+    flat: Tensor
+
+    def __init__(self, parameters: Iterable[nn.Parameter], dtype: torch.dtype = torch.float32) -> None:
+        self._parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
+        _check(self._parameters, dtype)
+        numels = [p.numel() for p in self._parameters]
+        self.flat = torch.zeros(sum(numels), dtype=dtype, device=self._parameters[0].device)
+        self._slices = {
+            parameter: mark_static_address(own_storage(part).view(parameter.shape))
+            for parameter, part in zip(self._parameters, self.flat.split(numels), strict=True)
+        }
+        self._used: set[nn.Parameter] = set()
+        self._stepped: set[nn.Parameter] = set()
+        self._nodes: dict[nn.Parameter, Any] = {}
+        self._handles: list[Any] = []
+        self._attached: list[Optimizer] = []
+        for parameter, into in self._slices.items():
+            setattr(parameter, ATTRIBUTE, GradientSlice([into]))
+            self._watch(parameter)
+            if parameter.grad is not None:
+                self._take(parameter)
+
+    def __getitem__(self, parameter: nn.Parameter) -> Tensor:
+        """The parameter's slice, of its shape."""
+        return self._slices[parameter]
+
+    @torch.no_grad()
+    def zero_(self) -> None:
+        """All gradients to zero, and `.grad` to None."""
+        self._zero(self._parameters)
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Let an optimizer, of all or some of the parameters, step from the buffer; `zero_grad` then zeroes it too.
+
+        For parameters of the buffer's dtype nothing is copied. For others (bfloat16 weights, float32 buffer) gradients
+        of the parameter's dtype are alive while the optimizer steps.
+        """
+        if any(known is optimizer for known in self._attached):
+            return
+        self._attached.append(optimizer)
+        self._handles += [
+            optimizer.register_step_pre_hook(self._hand_over),
+            optimizer.register_step_post_hook(self._take_back),
+        ]
+        zero_grad = optimizer.zero_grad
+
+        def zero_grad_and_slices(set_to_none: bool = True) -> None:
+            with torch.no_grad():
+                self._zero(self._held_by(optimizer), forget=set_to_none)
+            zero_grad(set_to_none)
+
+        # Of this optimizer object alone: torch has no hook for it (its LR schedulers replace `step` in the same way).
+        optimizer.zero_grad = zero_grad_and_slices  # type: ignore[method-assign]
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """`torch.nn.utils.clip_grad_norm_` of all gradients in the buffer: scales them, returns the norm before."""
+        norm = torch.nn.utils.get_total_norm([self.flat], norm_type, error_if_nonfinite)
+        self.flat.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
+
+    def remove(self) -> None:
+        """Give the parameters back: gradients go to `.grad` again, and those in the buffer stay there."""
+        for handle in self._handles:
+            handle.remove()
+        for optimizer in self._attached:
+            vars(optimizer).pop("zero_grad", None)
+        for parameter in self._parameters:
+            delattr(parameter, ATTRIBUTE)
+        self._handles, self._attached, self._nodes = [], [], {}
+
+    def _watch(self, parameter: nn.Parameter) -> None:
+        """Be called when backward is done with a parameter, whether autograd has a gradient for it or the slice has."""
+        self._nodes[parameter] = node = get_gradient_edge(parameter).node  # autograd itself holds it weakly
+        self._handles.append(node.register_hook(lambda *_: self._take(parameter)))
+
+    @torch.no_grad()
+    def _take(self, parameter: nn.Parameter) -> None:
+        into, gradient = self._slices[parameter], parameter.grad
+        if parameter in self._stepped or (parameter in self._used and self._shows(parameter) and gradient is not into):
+            raise RuntimeError(
+                f"a gradient of a parameter of shape {tuple(parameter.shape)} came while FlatGradients still held that "
+                "of the step before: call optimizer.zero_grad() of an attached optimizer, or FlatGradients.zero_(); "
+                "model.zero_grad() and `.grad = None` don't reach the buffer"
+            )
+        if gradient is not None and gradient is not into:
+            into.add_(gradient)
+        parameter.grad = into if self._shows(parameter) else None
+        self._used.add(parameter)
+
+    def _hand_over(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a step: gradients of the parameters' dtype, where that is not the buffer's."""
+        held = self._held_by(optimizer)
+        self._check_watched(held)
+        if kwargs.get("closure", args[1] if len(args) > 1 else None) is not None and not all(map(self._shows, held)):
+            raise TypeError(
+                f"{type(optimizer).__name__}.step(closure): gradients are computed inside the step, so their dtype has "
+                f"to be the parameters'; use FlatGradients(..., dtype={held[0].dtype})"
+            )
+        wanted = {p for p in held if p in self._used and not self._shows(p)}
+        position = 0
+        for (dtype, is_wanted), run in itertools.groupby(self._parameters, key=lambda p: (p.dtype, p in wanted)):
+            parameters = list(run)
+            numels = [p.numel() for p in parameters]
+            if is_wanted:
+                cast = self.flat[position : position + sum(numels)].to(dtype)
+                for parameter, part in zip(parameters, cast.split(numels), strict=True):
+                    parameter.grad = part.view(parameter.shape)
+            position += sum(numels)
+
+    def _take_back(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        held = self._held_by(optimizer)
+        for parameter in held:
+            if not self._shows(parameter):
+                parameter.grad = None
+        self._stepped |= self._used & set(held)
+
+    def _zero(self, parameters: list[nn.Parameter], forget: bool = True) -> None:
+        if len(parameters) == len(self._parameters):
+            self.flat.zero_()
+        else:
+            for parameter in parameters:
+                self._slices[parameter].zero_()
+        self._stepped -= set(parameters)
+        if forget:
+            self._used -= set(parameters)
+
+    def _shows(self, parameter: nn.Parameter) -> bool:
+        """Whether the slice can be the parameter's `.grad`."""
+        return parameter.dtype == self.flat.dtype
+
+    def _held_by(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        return [p for group in optimizer.param_groups for p in group["params"] if p in self._slices]
+
+    def _check_watched(self, parameters: list[nn.Parameter]) -> None:
+        """That autograd still calls back: it makes another node for a parameter that has changed dtype or device."""
+        for parameter in parameters:
+            if parameter.requires_grad and get_gradient_edge(parameter).node is not self._nodes[parameter]:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(parameter.shape)} was moved or cast (`.to`) after FlatGradients was "
+                    "made, and its gradients went past the buffer: move the model first, then make FlatGradients"
+                )
+
+
+def _check(parameters: list[nn.Parameter], dtype: torch.dtype) -> None:
+    if not dtype.is_floating_point:
+        raise TypeError(f"FlatGradients(dtype={dtype}): expected a floating-point dtype")
+    if not parameters:
+        raise ValueError("FlatGradients: no parameter requires a gradient; was an iterator passed that is used up?")
+    devices = {p.device for p in parameters}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"FlatGradients: the parameters are on {names}; make one for each device")
+    for parameter in parameters:
+        if slice_of(parameter) is not None:
+            raise ValueError(
+                f"FlatGradients: a parameter of shape {tuple(parameter.shape)} has a slice of another FlatGradients; "
+                "remove() that one first"
+            )

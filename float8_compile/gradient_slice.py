@@ -1,0 +1,43 @@
+"""Where a parameter's gradient is added up, if not in `.grad`: its part of a flat buffer (flat_gradients.py).
+
+Its own small file, since `Float8Linear` reads the attribute and adds to it in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+ATTRIBUTE = "flat_gradient"  # of a parameter
+
+
+class GradientSlice:
+    """One parameter's gradient in a flat buffer.
+
+    pieces: tensors that hold its rows one after the other, each of some rows and of any shape that these can be viewed
+        as: one of the parameter's shape, or several where the ranks' shards lie apart.
+
+    A copy or a pickle of a parameter has none, since it has no part in the buffer.
+    """
+
+    def __init__(self, pieces: Sequence[Tensor]) -> None:
+        self.pieces = tuple(pieces)
+
+    def add(self, gradient: Tensor) -> None:
+        """`+= gradient`, of the parameter's shape and any dtype."""
+        if len(self.pieces) == 1:
+            self.pieces[0].add_(gradient.reshape(self.pieces[0].shape))
+            return
+        rows = [piece.numel() * gradient.shape[0] // max(gradient.numel(), 1) for piece in self.pieces]
+        for piece, part in zip(self.pieces, gradient.split(rows), strict=True):
+            piece.add_(part.reshape(piece.shape))
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+def slice_of(parameter: Tensor) -> GradientSlice | None:
+    """The parameter's slice, where it has one."""
+    return getattr(parameter, ATTRIBUTE, None)
