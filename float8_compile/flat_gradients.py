@@ -15,12 +15,12 @@ time of its step.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.optim.optimizer import Optimizer
 
 from float8_compile.gradient_slice import ATTRIBUTE, GradientSlice, slice_of
@@ -59,28 +59,41 @@ class FlatGradients:
     flat: Tensor
 
     def __init__(self, parameters: Iterable[nn.Parameter], dtype: torch.dtype = torch.float32) -> None:
-        self._parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
-        _check(self._parameters, dtype)
-        numels = [p.numel() for p in self._parameters]
-        self.flat = torch.zeros(sum(numels), dtype=dtype, device=self._parameters[0].device)
-        self._slices = {
-            parameter: mark_static_address(own_storage(part).view(parameter.shape))
-            for parameter, part in zip(self._parameters, self.flat.split(numels), strict=True)
-        }
-        self._used: set[nn.Parameter] = set()
-        self._stepped: set[nn.Parameter] = set()
-        self._nodes: dict[nn.Parameter, Any] = {}
-        self._handles: list[Any] = []
-        self._attached: list[Optimizer] = []
-        for parameter, into in self._slices.items():
-            setattr(parameter, ATTRIBUTE, GradientSlice([into]))
-            self._watch(parameter)
+        parameters = _checked(parameters, dtype)
+        numels = [p.numel() for p in parameters]
+        self._begin(parameters, sum(numels), dtype)
+        self._views: dict[nn.Parameter, Tensor] = {}
+        for parameter, part in zip(parameters, self.flat.split(numels), strict=True):
+            self._views[parameter] = part.view(parameter.shape)
+            self._give_slice(parameter, [part.view(parameter.shape)])
             if parameter.grad is not None:
                 self._take(parameter)
 
+    def _begin(self, parameters: list[nn.Parameter], numel: int, dtype: torch.dtype) -> None:
+        self._parameters = parameters
+        self.flat = torch.zeros(numel, dtype=dtype, device=parameters[0].device)
+        self._used: set[nn.Parameter] = set()  # have a gradient since the last zero
+        self._stepped: set[nn.Parameter] = set()  # and an optimizer has taken it
+        self._handles: list[Any] = []
+        self._attached: list[Optimizer] = []
+        self._slices: dict[nn.Parameter, GradientSlice] = {}
+
+    def _give_slice(self, parameter: nn.Parameter, pieces: list[Tensor]) -> None:
+        """Have gradients of a parameter added up in parts of the buffer."""
+        slice_ = GradientSlice([mark_static_address(own_storage(piece)) for piece in pieces], owner=self)
+        setattr(parameter, ATTRIBUTE, slice_)
+        self._slices[parameter] = slice_
+        myself = weakref.ref(self)  # a parameter's hooks don't keep it alive, its slice does
+
+        def after_backward(parameter: nn.Parameter) -> None:  # also where the slice has got the gradient already
+            if (gradients := myself()) is not None:
+                gradients._take(parameter)
+
+        self._handles.append(parameter.register_post_accumulate_grad_hook(after_backward))
+
     def __getitem__(self, parameter: nn.Parameter) -> Tensor:
         """The parameter's slice, of its shape."""
-        return self._slices[parameter]
+        return self._views[parameter]
 
     @torch.no_grad()
     def zero_(self) -> None:
@@ -125,33 +138,30 @@ class FlatGradients:
             handle.remove()
         for optimizer in self._attached:
             vars(optimizer).pop("zero_grad", None)
-        for parameter in self._parameters:
+        for parameter in self._slices:
             delattr(parameter, ATTRIBUTE)
-        self._handles, self._attached, self._nodes = [], [], {}
-
-    def _watch(self, parameter: nn.Parameter) -> None:
-        """Be called when backward is done with a parameter, whether autograd has a gradient for it or the slice has."""
-        self._nodes[parameter] = node = get_gradient_edge(parameter).node  # autograd itself holds it weakly
-        self._handles.append(node.register_hook(lambda *_: self._take(parameter)))
+        self._handles, self._attached, self._slices = [], [], {}
 
     @torch.no_grad()
     def _take(self, parameter: nn.Parameter) -> None:
-        into, gradient = self._slices[parameter], parameter.grad
-        if parameter in self._stepped or (parameter in self._used and self._shows(parameter) and gradient is not into):
+        """After backward of a parameter: `.grad`, if autograd has made one, goes into the slice, and shows it."""
+        view, gradient = self._views[parameter], parameter.grad
+        lost = self._shows(parameter) and parameter in self._used and not self._is_view(parameter, gradient)
+        if parameter in self._stepped or lost:
             raise RuntimeError(
                 f"a gradient of a parameter of shape {tuple(parameter.shape)} came while FlatGradients still held that "
                 "of the step before: call optimizer.zero_grad() of an attached optimizer, or FlatGradients.zero_(); "
-                "model.zero_grad() and `.grad = None` don't reach the buffer"
+                "model.zero_grad(), `.grad = None` and `.to(dtype)` don't reach the buffer"
             )
-        if gradient is not None and gradient is not into:
-            into.add_(gradient)
-        parameter.grad = into if self._shows(parameter) else None
+        if not self._is_view(parameter, gradient):
+            if gradient is not None:
+                self._slices[parameter].add(gradient)
+            parameter.grad = view.detach() if self._shows(parameter) else None
         self._used.add(parameter)
 
     def _hand_over(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a step: gradients of the parameters' dtype, where that is not the buffer's."""
         held = self._held_by(optimizer)
-        self._check_watched(held)
         if kwargs.get("closure", args[1] if len(args) > 1 else None) is not None and not all(map(self._shows, held)):
             raise TypeError(
                 f"{type(optimizer).__name__}.step(closure): gradients are computed inside the step, so their dtype has "
@@ -169,6 +179,7 @@ class FlatGradients:
             position += sum(numels)
 
     def _take_back(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """After a step: the optimizer's gradients are the buffer's again, and to be zeroed before the next backward."""
         held = self._held_by(optimizer)
         for parameter in held:
             if not self._shows(parameter):
@@ -189,20 +200,17 @@ class FlatGradients:
         """Whether the slice can be the parameter's `.grad`."""
         return parameter.dtype == self.flat.dtype
 
+    def _is_view(self, parameter: nn.Parameter, gradient: Tensor | None) -> bool:
+        return gradient is not None and gradient.is_set_to(self._views[parameter])
+
     def _held_by(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        return [p for group in optimizer.param_groups for p in group["params"] if p in self._slices]
-
-    def _check_watched(self, parameters: list[nn.Parameter]) -> None:
-        """That autograd still calls back: it makes another node for a parameter that has changed dtype or device."""
-        for parameter in parameters:
-            if parameter.requires_grad and get_gradient_edge(parameter).node is not self._nodes[parameter]:
-                raise RuntimeError(
-                    f"a parameter of shape {tuple(parameter.shape)} was moved or cast (`.to`) after FlatGradients was "
-                    "made, and its gradients went past the buffer: move the model first, then make FlatGradients"
-                )
+        known = set(self._parameters)
+        return [p for group in optimizer.param_groups for p in group["params"] if p in known]
 
 
-def _check(parameters: list[nn.Parameter], dtype: torch.dtype) -> None:
+def _checked(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> list[nn.Parameter]:
+    """Those that get a slice, each once."""
+    parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
     if not dtype.is_floating_point:
         raise TypeError(f"FlatGradients(dtype={dtype}): expected a floating-point dtype")
     if not parameters:
@@ -217,3 +225,4 @@ def _check(parameters: list[nn.Parameter], dtype: torch.dtype) -> None:
                 f"FlatGradients: a parameter of shape {tuple(parameter.shape)} has a slice of another FlatGradients; "
                 "remove() that one first"
             )
+    return parameters

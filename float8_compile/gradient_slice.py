@@ -18,21 +18,26 @@ class GradientSlice:
 
     pieces: tensors that hold its rows one after the other, each of some rows and of any shape that these can be viewed
         as: one of the parameter's shape, or several where the ranks' shards lie apart.
+    owner: what holds the buffer; lives as long as the parameters that have a part in it.
 
     A copy or a pickle of a parameter has none, since it has no part in the buffer.
     """
 
-    def __init__(self, pieces: Sequence[Tensor]) -> None:
-        self.pieces = tuple(pieces)
+    def __init__(self, pieces: Sequence[Tensor], owner: object) -> None:
+        self.pieces, self.owner = tuple(pieces), owner
 
     def add(self, gradient: Tensor) -> None:
         """`+= gradient`, of the parameter's shape and any dtype."""
         if len(self.pieces) == 1:
             self.pieces[0].add_(gradient.reshape(self.pieces[0].shape))
             return
-        rows = [piece.numel() * gradient.shape[0] // max(gradient.numel(), 1) for piece in self.pieces]
-        for piece, part in zip(self.pieces, gradient.split(rows), strict=True):
-            piece.add_(part.reshape(piece.shape))
+        for piece, part in zip(self.pieces, gradient.flatten().split([p.numel() for p in self.pieces]), strict=True):
+            piece.add_(part.view(piece.shape))
+
+    def zero_(self) -> None:
+        """`= 0`."""
+        for piece in self.pieces:
+            piece.zero_()
 
     def __reduce__(self) -> Any:
         return type(None), ()
