@@ -34,6 +34,7 @@ from float8_compile.convert import (
 )
 from float8_compile.filters import auto_filter
 from float8_compile.flat_gradients import FlatGradients
+from float8_compile.graphs import make_graphed_callables
 from float8_compile.linear import Float8Linear
 from float8_compile.recipe import Cast, DelayedScaling, Gemm, Recipe
 from float8_compile.recompute import sac_save_ops
@@ -66,6 +67,7 @@ __all__ = [
     "convert_from_float8_training",
     "convert_to_float8_training",
     "float8_disabled",
+    "make_graphed_callables",
     "mark_calibrated",
     "plain_state_dict",
     "preview",

@@ -11,10 +11,11 @@ same by hand; where nothing ran since, nothing happens.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -85,6 +86,18 @@ def advance(chosen: Callable[[nn.Linear], bool], skipped: Tensor | None = None) 
     moving = [part for part in moving if part.layers]
     for part, amax in zip(moving, _reduced(moving), strict=True):
         _move(part, amax, skipped)
+
+
+@contextlib.contextmanager
+def running_amaxes_kept() -> Iterator[None]:
+    """What runs inside leaves no trace in running amaxes, which is all that forward and backward move."""
+    before = [(scales, scales.amax.clone()) for scales in _alive.values()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for scales, amax in before:
+                scales.amax.copy_(amax)
 
 
 def _after_step(stepped: set[int], skipped: Tensor | None) -> None:
@@ -175,6 +188,8 @@ def _move(moving: _Moving, amax: Tensor, skipped: Tensor | None) -> None:
     # A backward that is still to come would use other scales than its forward did: autograd shall refuse it.
     torch.autograd.graph.increment_version([t for entry in entries for t in (entry.scale, entry.unscale)])
     scales.updates += 1
+    if amax.is_cuda and torch.cuda.is_current_stream_capturing():
+        return  # a whole step is captured: nothing may be read, and a replay would not read it
     _look_for_evidence(scales, [entry for entries in moving.held.values() for entry in entries])
 
 

@@ -14,9 +14,10 @@ time of its step.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from torch.optim.optimizer import Optimizer
 from float8_compile.gradient_slice import ATTRIBUTE, GradientSlice, slice_of
 from float8_compile.storage import own_storage
 from float8_compile.torch_internals import mark_static_address
+
+_alive: weakref.WeakSet[FlatGradients] = weakref.WeakSet()
 
 
 class FlatGradients:
@@ -53,7 +56,8 @@ class FlatGradients:
     Float8Linear, and `torch.autograd.grad` by it, see no gradient.
 
     Raises ValueError where no parameter requires a gradient, where they are on several devices or have a slice already,
-    TypeError for a dtype that is not floating point.
+    TypeError for a dtype that is not floating point and for sharded parameters (float8_compile.distributed has another
+    class for those).
     """
 
     flat: Tensor
@@ -77,6 +81,7 @@ class FlatGradients:
         self._handles: list[Any] = []
         self._attached: list[Optimizer] = []
         self._slices: dict[nn.Parameter, GradientSlice] = {}
+        _alive.add(self)
 
     def _give_slice(self, parameter: nn.Parameter, pieces: list[Tensor]) -> None:
         """Have gradients of a parameter added up in parts of the buffer."""
@@ -208,9 +213,25 @@ class FlatGradients:
         return [p for group in optimizer.param_groups for p in group["params"] if p in known]
 
 
+@contextlib.contextmanager
+def flat_gradients_kept() -> Iterator[None]:
+    """What runs inside leaves no trace in flat gradients. A copy is only made of what is not all zero."""
+    before = [(gradients, gradients.flat.clone() if gradients._used else None) for gradients in list(_alive)]
+    try:
+        yield
+    finally:
+        for gradients, flat in before:
+            gradients.flat.zero_() if flat is None else gradients.flat.copy_(flat)
+
+
 def _checked(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> list[nn.Parameter]:
     """Those that get a slice, each once."""
     parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
+    if any(hasattr(p, "placements") for p in parameters):
+        raise TypeError(
+            "FlatGradients: these parameters are sharded (DTensor), and gradients come by the gathered ones; for FSDP2 "
+            "there is float8_compile.distributed.ShardedFlatGradients(module), one for each fully_shard group"
+        )
     if not dtype.is_floating_point:
         raise TypeError(f"FlatGradients(dtype={dtype}): expected a floating-point dtype")
     if not parameters:
