@@ -5,8 +5,8 @@ what each forward graph hands its backward graph after Inductor's decompositions
 (no code is generated), plus what runs outside the graphs where they break, which is booked on the model itself. The
 same is measured once more with float8 off, which is what the totals compare with.
 
-What counts: the bytes of a storage, once, in the layer that kept it first. What doesn't: parameters, buffers and the
-model's arguments. They are alive anyway, so a weight that is saved to be cast again costs nothing. The model's output
+What counts: the bytes of a storage, once, in the layer that kept it first. What doesn't: parameters, buffers, cached
+weights (`cache_weight_casts`) and the model's arguments. They are alive anyway, so a weight that is saved to be cast again costs nothing. The model's output
 counts where backward reads it. Not seen: what a selective checkpoint policy saves eagerly, and what an
 autograd.Function leaves on its ctx: torch keeps both out of the hooks' sight.
 """
@@ -275,7 +275,13 @@ def _left_as_it_was(model: nn.Module) -> Iterator[None]:
 
 def _state(module: nn.Module) -> list[Tensor]:
     scales = [scale for m in module.modules() for scale in scales_of(m).values()]
-    return [*module.parameters(), *module.buffers(), *(t for s in scales for t in (s.amax, s.scale, s.unscale))]
+    casts = [m.cached_weight for m in module.modules() if isinstance(m, Float8Linear)]
+    return [
+        *module.parameters(),
+        *module.buffers(),
+        *(t for s in scales for t in (s.amax, s.scale, s.unscale)),
+        *(t for cast in casts if cast is not None for t in cast.tensors()),
+    ]
 
 
 def _names(model: nn.Module) -> dict[int, str]:
