@@ -77,7 +77,7 @@ def parser() -> Parser:
     option = _command(commands, "preview", preview, "what Inductor would generate for a GPU; needs none")
     option("build", help="package.module:function, which returns (model, args)")
     option("--target", default="H100", help="the GPU: H100, H200, B200 or L40S (default: %(default)s)")
-    option("--recipe", default=AS_BUILT, help=f"{', '.join(names())}; ours also with +keep (default: as built)")
+    option("--recipe", default=AS_BUILT, help=f"{', '.join(names())}; ours with +keep, +cached (default: as built)")
     option("--against", action="append", default=[], metavar="RECIPE", help="compare with this one; may be repeated")
     option("--compile-kernels", action="store_true", help="to machine code: registers and spills; seconds a kernel")
     option("--all", action="store_true", help="every launch, not the largest only")

@@ -6,9 +6,9 @@ what each forward graph hands its backward graph after Inductor's decompositions
 same is measured once more with float8 off, which is what the totals compare with.
 
 What counts: the bytes of a storage, once, in the layer that kept it first. What doesn't: parameters, buffers, cached
-weights (`cache_weight_casts`) and the model's arguments. They are alive anyway, so a weight that is saved to be cast again costs nothing. The model's output
-counts where backward reads it. Not seen: what a selective checkpoint policy saves eagerly, and what an
-autograd.Function leaves on its ctx: torch keeps both out of the hooks' sight.
+weights (`cache_weight_casts`) and the model's arguments. They are alive anyway, so a weight that is saved to be cast
+again costs nothing. The model's output counts where backward reads it. Not seen: what a selective checkpoint policy
+saves eagerly, and what an autograd.Function leaves on its ctx: torch keeps both out of the hooks' sight.
 """
 
 from __future__ import annotations
