@@ -47,10 +47,10 @@ class CachedWeight:
         self.copies = not layer.recompute_weight_cast
         _check(layer.weight, layer.fqn)
         self.weight: nn.Parameter = layer.weight
-        watch(self.weight)
         self._written: tuple[Any, ...] | None = None
         self._asked = AskedBeforeEachCall(self._is_up_to_date)
         self._allocate()
+        watch(self.weight)  # last: what raises before leaves the weight as it was
 
     def holds(self, weight: Tensor) -> bool:
         """Whether this is the cast of this weight. Where the weight has changed it is cast anew before the answer."""

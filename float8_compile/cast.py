@@ -14,18 +14,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from float8_compile.recipe import Cast, Granularity
+from float8_compile.recipe import FLOAT8_DTYPES, Cast, Granularity
 from float8_compile.tensor import Float8Tensor, Operand
-from float8_compile.torch_internals import at_most, guard_or_false, is_transformed, saturate
+from float8_compile.torch_internals import at_most, guard_or_false, is_transformed, is_watched, saturate
 
 _FLOAT32_EXPONENT = 0x7F800000  # the eight exponent bits of a float32
+
+# On the CPU, whatever the amax is on: a kernel takes it as a number. So no cast makes one, nor a CUDA graph owns it.
+_LARGEST = {dtype: torch.tensor(torch.finfo(dtype).max, dtype=torch.float64, device="cpu") for dtype in FLOAT8_DTYPES}
 
 
 def tensor_amax(x: Tensor, granularity: Granularity = "tensor", axis: int = -1, *, produced: bool = True) -> Tensor:
     """The largest magnitude of x, of x's dtype.
 
-    "tensor": shape (). Reduced row by row, then the rows' maxima: Inductor can fuse the first stage with the
-    cast and with whatever produced x, which it can't with one full `max`.
+    "tensor": shape (). In a graph reduced row by row, then the rows' maxima: Inductor can fuse the first stage with
+    the cast and with whatever produced x, which it can't with one full `max`.
     "row": x's shape with 1 along `axis`, the contracted axis.
     produced: False for what no kernel of the graph produces (a weight): then one full reduction is a kernel less.
     An empty tensor has amax 0.
@@ -34,7 +37,7 @@ def tensor_amax(x: Tensor, granularity: Granularity = "tensor", axis: int = -1, 
         return x.new_zeros(()) if granularity == "tensor" else x.new_zeros(_with_one(x, axis))
     if granularity == "row":
         return x.abs().amax(axis, keepdim=True)
-    return x.abs().amax(-1).amax() if produced else x.abs().amax()
+    return x.abs().amax(-1).amax() if produced and torch.compiler.is_compiling() else x.abs().amax()
 
 
 def scale_from_amax(amax: Tensor, dtype: torch.dtype, power_of_two: bool = False) -> Tensor:
@@ -43,14 +46,20 @@ def scale_from_amax(amax: Tensor, dtype: torch.dtype, power_of_two: bool = False
     The division is in float64, by promotion: eager and compiled code round 1/float32 differently, but not this
     one. For the same reason a power of two is cut out of the bits (floor), where log2 and exp2 could round up.
     """
+    eager = not torch.compiler.is_compiling()
     # A tensor of amax's rank, so that promotion sees two equals: in a graph this is one constant for all casts
     # and one division each, where `number / amax.double()` is a conversion, a reciprocal and a product.
-    largest = amax.new_full([1] * amax.dim(), torch.finfo(dtype).max, dtype=torch.float64)
+    if eager and amax.dim() == 0 and type(amax) is Tensor:  # a fake or a sharded one takes none but its own kind
+        largest = _LARGEST[dtype]
+    else:
+        largest = amax.new_full([1] * amax.dim(), torch.finfo(dtype).max, dtype=torch.float64)
     # Asked for here: under dynamic=True Dynamo takes a module's float for an input of the graph.
     scale = at_most(largest / amax, torch.finfo(torch.float32).max).float()
     if not power_of_two:
         return scale
     floor = (scale.view(torch.int32) & _FLOAT32_EXPONENT).view(torch.float32)
+    if eager:  # an op less: NaN's exponent is infinity's, and a minimum with NaN is NaN
+        return torch.minimum(scale, floor)
     return torch.where(scale.isnan(), scale, floor)
 
 
@@ -61,18 +70,17 @@ def saturating_cast(x: Tensor, scale: Tensor, dtype: torch.dtype, *, foreign: bo
     overflowed: it becomes NaN, which it does under its own scale, 0.
     """
     largest = torch.finfo(dtype).max
-    if torch.compiler.is_compiling() or is_transformed():
+    if torch.compiler.is_compiling() or is_transformed() or is_watched():
         x = x.float()
         scaled = x * scale
         if foreign:
-            scaled = scaled + (
-                x - x
-            )  # 0, or NaN; a `where` would be so many ops that Inductor stops fusing the producer
+            # 0, or NaN; a `where` would be so many ops that Inductor stops fusing the producer
+            scaled = scaled + (x - x)
         return saturate(scaled, largest).to(dtype)
     # The same in place: eagerly each step would be another float32 tensor of x's size.
     scaled = x * scale if x.dtype is torch.float32 else x.float().mul_(scale)
     if foreign:
-        scaled.masked_fill_(x.isinf(), torch.nan)
+        scaled.masked_fill_(x.isinf(), torch.nan)  # a byte an element, where `x - x` is four
     return scaled.clamp_(-largest, largest).to(dtype)
 
 

@@ -91,7 +91,7 @@ def _contract(
     if unscale_a.dim() > 0:
         unscale_a = unscale_a.flatten().unsqueeze(1)
     if unscale_b.dim() > 0:
-        unscale_b = unscale_b.flatten().unsqueeze(0)
+        unscale_b = unscale_b.reshape(1, -1)
     if emulate:
         return (_float32_product(a_RC, b_SC) * (unscale_a * unscale_b)).to(dtype)
     a, b = _one_buffer(_pad(_by_rows(a_RC), contracted)), _pad(b_SC.contiguous(), contracted, columns)
@@ -149,7 +149,7 @@ def _parts(t: AnyOperand) -> tuple[Tensor, Tensor | None]:
 
 def _transposed_parts(t: AnyOperand) -> tuple[Tensor, Tensor | None]:
     payload, unscale = _parts(t)
-    return payload.t(), None if unscale is None else unscale.t()
+    return payload.t(), unscale if unscale is None or unscale.dim() == 0 else unscale.t()
 
 
 def _is_aligned(size: int) -> bool:

@@ -30,6 +30,7 @@ __all__ = [
     "is_called_by_another",
     "is_nested_transform",
     "is_transformed",
+    "is_watched",
     "make_wrapper",
     "mark_static_address",
     "raise_to",
@@ -113,6 +114,15 @@ def is_transformed() -> bool:
     torch._C._are_functorch_transforms_active. Not asked under Dynamo, which traces each transform.
     """
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+def is_watched() -> bool:
+    """Whether a dispatch mode sees each op: a selective checkpoint that saves one's result refuses a write to it.
+
+    torch._C._len_torch_dispatch_stack, which torch.utils._python_dispatch is made of. Delete when
+    `_CachingTorchDispatchMode` allows writes in the region that made the tensor.
+    """
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 def foreach_amax(tensors: list[Tensor]) -> list[Tensor]:

@@ -78,6 +78,22 @@ def under_autocast(model: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 GEMMS = f8.sac_save_ops()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_eagerly_a_policy_may_save_whatever_it_likes(recipe: str, dtype: torch.dtype) -> None:
+    model, x = mlp(recipe, CHOICES["mixed"], dtype), batch().to(dtype)
+    model(x).sum().backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    by_policy(lambda op: CheckpointPolicy.MUST_SAVE)(model)(x).sum().backward()
+    for p, gradient in zip(model.parameters(), expected, strict=True):
+        assert p.grad is not None
+        assert gradient is not None
+        assert torch.equal(p.grad, gradient)
+
+
 SITUATIONS: dict[str, Callable[[nn.Module], Callable[[Tensor], Tensor]]] = {
     "module": lambda model: model,
     "functional_call": lambda model: lambda x: torch.func.functional_call(model, dict(model.named_parameters()), (x,)),

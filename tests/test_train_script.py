@@ -12,10 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from byte_lm import data
 from byte_lm.__main__ import main
+from byte_lm.arguments import parse
 from byte_lm.model import ByteLM
+from byte_lm.optimizers import build_optimizer, set_learning_rate
+from byte_lm.settings import BASELINE, OPTIMIZERS, Settings
 from byte_lm.training import Trainer, learning_rate
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
@@ -44,10 +48,12 @@ def short_run(text: Path, out: Path, *more: str) -> list[str]:
         (["--steps", "0"], "--steps: 0 is less than 1"),
         (["--steps", "many"], "--steps"),
         (["--size", "huge"], "--size"),
+        (["--optimizer", "sgd"], "--optimizer"),
         (["--data", "no/such/path"], "no/such/path: No such file"),
         (["--resume", "no/such/run"], "no checkpoint in no/such/run"),
         (["--resume", "no/such/run", "--steps", "3"], "leave out --steps"),
         (["--resume", "no/such/run", "--no-compile"], "leave out --no-compile"),
+        (["--resume", "no/such/run", "--optimizer", "adamw8"], "leave out --optimizer"),
         (["--epochs", "3"], "unrecognized arguments: --epochs"),
     ],
 )
@@ -57,6 +63,14 @@ def test_bad_arguments_get_one_line(arguments: list[str], message: str, capsys: 
     assert error.startswith("scripts/train: ")
     assert error.count("\n") == 1
     assert message in error
+
+
+def test_adamw8_without_torchao_gets_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    assert main(["--optimizer", "adamw8"]) == 2
+    assert capsys.readouterr().err == "scripts/train: --optimizer adamw8 needs torchao: pip install torchao\n"
 
 
 @pytest.mark.parametrize("content", [b"", b"too short", b"x" * 70])
@@ -84,14 +98,48 @@ def test_a_run_leaves_table_picture_and_numbers(text: Path, tmp_path: Path, caps
     assert main(short_run(text, out)) == 2, "a second run must not overwrite the first"
 
 
+def test_results_name_the_optimizer_and_the_size_of_its_states(text: Path, tmp_path: Path) -> None:
+    sizes = {}
+    for optimizer in ("adamw", "adamw8"):
+        out = tmp_path / optimizer
+        assert main(short_run(text, out, "--steps", "1", "--recipe", "bf16", "--optimizer", optimizer)) == 0
+        content = json.loads((out / "results.json").read_text())
+        assert content["settings"]["optimizer"] == optimizer
+        sizes[optimizer] = content["recipes"][0]["optimizer_bytes"]
+        first_line = (out / "table.txt").read_text().splitlines()[0]
+        assert f"{optimizer} ({sizes[optimizer] / 1e6:.1f} MB of states)" in first_line
+    parameters = list(ByteLM(64, 2, 2, 64).parameters())
+    assert sizes["adamw"] == sum(8 * p.numel() + 4 for p in parameters)
+    assert sizes["adamw8"] == sum((2 + 8 / 256 if p.dim() == 2 else 8) * p.numel() + 4 for p in parameters)
+
+
+def test_a_run_from_before_there_was_a_choice_of_optimizer_can_be_resumed(text: Path, tmp_path: Path) -> None:
+    assert main(short_run(text, tmp_path / "run", "--steps", "1", "--recipe", "bf16")) == 0
+    results = tmp_path / "run" / "results.json"
+    content = json.loads(results.read_text())
+    del content["settings"]["optimizer"]
+    results.write_text(json.dumps(content))
+    assert parse(["--resume", str(tmp_path / "run")]).settings.optimizer == "adamw"
+
+
 def weights(path: Path) -> dict[str, torch.Tensor]:
     state: dict[str, torch.Tensor] = torch.load(path, weights_only=True)["model"]
     return state
 
 
-def test_a_resumed_run_ends_with_the_same_bits(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_a_process_of_its_own(*arguments: str) -> subprocess.Popen[str]:
+    path = os.pathsep.join([str(SCRIPTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path}
+    command = [sys.executable, "-m", "byte_lm", *arguments]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_resumed_run_ends_with_the_same_bits(
+    optimizer: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    more = ["--steps", "6", "--recipe", "tensorwise"]
+    more = ["--steps", "6", "--recipe", "tensorwise", "--optimizer", optimizer]
     assert main(short_run(text, whole, *more)) == 0
 
     step = Trainer.step
@@ -108,7 +156,10 @@ def test_a_resumed_run_ends_with_the_same_bits(text: Path, tmp_path: Path, monke
     assert steps == {"bf16": 6, "tensorwise": 3}
     assert (broken / "loss.png").exists()
 
-    assert main(["--resume", str(broken)]) == 0
+    # In a process that knows of the optimizer only from the run's settings.
+    process = in_a_process_of_its_own("--resume", str(broken))
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
     for recipe in ("bf16", "tensorwise"):
         expected, got = (weights(run / f"{recipe}.pt") for run in (whole, broken))
         assert expected.keys() == got.keys()
@@ -120,10 +171,7 @@ def test_a_resumed_run_ends_with_the_same_bits(text: Path, tmp_path: Path, monke
 
 def test_ctrl_c_keeps_what_was_done(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    command = [sys.executable, "-m", "byte_lm", *short_run(text, out, "--steps", "1000")]
-    path = os.pathsep.join([str(SCRIPTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    process = in_a_process_of_its_own(*short_run(text, out, "--steps", "1000"))
     deadline = time.monotonic() + 60
     while not (out / "bf16.pt").exists() and process.poll() is None:
         assert time.monotonic() < deadline
@@ -194,3 +242,37 @@ def test_learning_rate_warms_up_and_decays() -> None:
     assert rates[0] == pytest.approx(0.1)
     assert 0 < rates[-1] < 0.01
     assert learning_rate(0, 1, 1.0) > 0
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_learning_rate_reaches_the_optimizer(optimizer: str) -> None:
+    parameter = torch.nn.Parameter(torch.ones(64, 64))
+    parameter.grad = torch.ones(64, 64)
+    stepping = build_optimizer(optimizer, [parameter], compile=False)
+    for rate in (0.0, 1e-3, 1e-1):
+        set_learning_rate(stepping, rate)
+        before = parameter.detach().clone()
+        stepping.step()
+        # Adam's first steps along one gradient are of the rate's size, and so is the decay.
+        torch.testing.assert_close(parameter.detach(), before - rate - 0.1 * rate * before, rtol=1e-4, atol=0)
+
+
+@pytest.mark.usefixtures("afresh")
+# Dynamo asks an input that is no leaf for its gradient.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_nothing_compiles_after_the_first_pass(optimizer: str, text: Path) -> None:
+    """Neither the first step, nor another learning rate: `compile_seconds` is all of it, and steps are only steps."""
+    compilations = CompileCounterWithBackend("aot_eager")
+    settings = Settings(
+        recipes=(BASELINE,), size="tiny", steps=4, batch=2, seed=0, data=None, compile=True, optimizer=optimizer
+    )
+    with torch.compiler.set_stance(force_backend=compilations):
+        trainer = Trainer(settings, BASELINE, data.load_text(str(text), settings.shape.context))
+        before = {name: parameter.clone() for name, parameter in trainer.model.named_parameters()}
+        trainer.first_pass()
+        assert all(torch.equal(parameter, before[name]) for name, parameter in trainer.model.named_parameters())
+        first = compilations.frame_count
+        for _ in range(4):
+            trainer.step()
+    assert compilations.frame_count == first > 0

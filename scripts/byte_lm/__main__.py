@@ -98,7 +98,7 @@ def subtitle(settings: Settings) -> str:
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else processor()
     return (
         f"{shape.layers} layers, {shape.width} wide, {results.tokens_per_step(settings)} bytes "
-        f"a step, seed {settings.seed}, on {where}"
+        f"a step, {settings.optimizer}, seed {settings.seed}, on {where}"
     )
 
 

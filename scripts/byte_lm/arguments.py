@@ -13,8 +13,9 @@ from typing import NoReturn
 import torch
 
 import float8_compile as f8
+from byte_lm.optimizers import adamw8
 from byte_lm.results import FILE, ROOT
-from byte_lm.settings import BASELINE, SIZES, Settings, UsageError
+from byte_lm.settings import BASELINE, OPTIMIZERS, SIZES, Settings, UsageError
 
 RUNS = ROOT / "runs"
 
@@ -69,6 +70,8 @@ def parser() -> Parser:
     option("--batch-size", type=at_least(1), metavar="N", help="sequences per step")
     option("--seed", type=at_least(0), metavar="N", help="of weights and batches (default: 0)")
     option("--data", metavar="PATH", help="a file or a folder (default: Python's standard library)")
+    kinds = "; ".join(f"{name}: {what}" for name, what in OPTIMIZERS.items())
+    option("--optimizer", choices=OPTIMIZERS, help=f"of every recipe. {kinds} (default: {Settings.optimizer})")
     option("--no-compile", action="store_true", default=None, help="run eagerly: slow, starts at once")
     option("--out", type=Path, metavar="DIR", help="where results go (default: runs/<time>)")
     option(
@@ -100,6 +103,7 @@ def new_run(options: argparse.Namespace) -> Request:
         seed=options.seed or 0,
         data=options.data and str(Path(options.data).resolve()),
         compile=not options.no_compile,
+        optimizer=options.optimizer or Settings.optimizer,
     )
     folder = options.out or RUNS / time.strftime("%Y-%m-%d-%H%M%S")
     if (folder / FILE).exists():
@@ -132,6 +136,9 @@ def resumed_run(options: argparse.Namespace) -> Request:
 def parse(arguments: list[str] | None) -> Request:
     options = parser().parse_args(arguments)
     try:
-        return new_run(options) if options.resume is None else resumed_run(options)
+        request = new_run(options) if options.resume is None else resumed_run(options)
     except ValueError as error:
         raise UsageError(str(error)) from None
+    if request.settings.optimizer == "adamw8":
+        adamw8()  # before the text is read and a folder made, and before a checkpoint with its states is loaded
+    return request

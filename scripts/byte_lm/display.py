@@ -105,10 +105,18 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
 }
 
 
+def title(rows: Sequence[Row], settings: Settings) -> str:
+    """With the size of the optimizer's states, which no recipe changes."""
+    size = next((row.optimizer_bytes for row in rows if row.optimizer_bytes is not None), None)
+    states = f" ({size / 1e6:,.1f} MB of states)" if size is not None else ""
+    run = f"{settings.size}: {settings.steps} steps of {tokens_per_step(settings)} tokens"
+    return f"{run}, {settings.optimizer}{states}"
+
+
 def results_table(rows: Sequence[Row], settings: Settings) -> Table:
     """Narrow enough for a terminal of 80 columns."""
     table = Table(
-        title=f"{settings.size}: {settings.steps} steps of {tokens_per_step(settings)} tokens",
+        title=title(rows, settings),
         caption="A token is a byte. Losses in nats per token: training's is the mean of the last "
         "tenth of the steps. Speed is that of the median step.",
         box=SIMPLE_HEAD,

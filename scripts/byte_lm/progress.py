@@ -11,8 +11,8 @@ from typing import Any
 class Progress:
     """Losses are in nats per byte, times in seconds.
 
-    `validation` holds (steps done, loss) pairs. `saved_bytes` is None until the model has run once,
-    `compile_seconds` also where nothing is compiled; a resumed run keeps the first ones.
+    `validation` holds (steps done, loss) pairs. `saved_bytes` and `optimizer_bytes` are None until the model has run
+    once, `compile_seconds` also where nothing is compiled; a resumed run keeps the first ones.
     """
 
     recipe: str
@@ -22,6 +22,7 @@ class Progress:
     validation: list[tuple[int, float]] = field(default_factory=list)
     compile_seconds: float | None = None
     saved_bytes: int | None = None
+    optimizer_bytes: int | None = None
 
     @property
     def done(self) -> int:

@@ -34,6 +34,7 @@ class Row:
     tokens_per_second: float | None
     speed_to_baseline: float | None
     saved_bytes: int | None
+    optimizer_bytes: int | None
     compile_seconds: float | None
 
     @property
@@ -61,6 +62,7 @@ def row(progress: Progress, baseline: Progress, tokens: int) -> Row:
         tokens_per_second=speed,
         speed_to_baseline=speed / yardstick if speed and yardstick else None,
         saved_bytes=progress.saved_bytes,
+        optimizer_bytes=progress.optimizer_bytes,
         compile_seconds=progress.compile_seconds,
     )
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 BASELINE = "bf16"
+OPTIMIZERS = {
+    "adamw": "AdamW, states in float32",
+    "adamw8": "torchao's AdamWFp8, states in float8",
+}
 
 
 class UsageError(Exception):
@@ -36,7 +40,10 @@ SIZES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """`recipes` begins with the yardstick. `data` is None for Python's standard library."""
+    """`recipes` begins with the yardstick. `data` is None for Python's standard library.
+
+    `optimizer` has a default for `--resume`: results from before there was a choice don't name it.
+    """
 
     recipes: tuple[str, ...]
     size: str
@@ -45,6 +52,7 @@ class Settings:
     seed: int
     data: str | None
     compile: bool
+    optimizer: str = "adamw"
 
     @property
     def shape(self) -> Size:

@@ -18,6 +18,7 @@ import float8_compile as f8
 from byte_lm.data import Text, training_batch, validation_batches
 from byte_lm.interrupt import Interrupt
 from byte_lm.model import ByteLM
+from byte_lm.optimizers import build_optimizer, build_twin, set_learning_rate, state_bytes
 from byte_lm.progress import Progress
 from byte_lm.saved_bytes import count_saved_bytes
 from byte_lm.settings import BASELINE, Settings
@@ -49,14 +50,6 @@ def build_model(settings: Settings, recipe: str) -> ByteLM:
     return model
 
 
-def build_optimizer(model: nn.Module) -> torch.optim.AdamW:
-    groups = [
-        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
-        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
-
-
 def learning_rate(step: int, steps: int, peak: float) -> float:
     """Linear warm-up over a tenth of the steps, then a cosine down to zero."""
     warmup = max(1, steps // 10)
@@ -77,7 +70,7 @@ class Trainer:
         self.settings, self.text = settings, text
         self.progress = Progress(recipe, settings.steps)
         self.model = build_model(settings, recipe)
-        self.optimizer = build_optimizer(self.model)
+        self.optimizer = build_optimizer(settings.optimizer, self.model.parameters(), compile=settings.compile)
 
     def loss(self, rows: Tensor) -> Tensor:
         """Mean cross-entropy in nats per byte, float32. rows: (B, T + 1) int64."""
@@ -94,7 +87,7 @@ class Trainer:
         return training_batch(self.text, self.progress.done, at.seed, at.batch, at.shape.context)
 
     def first_pass(self) -> None:
-        """Compiles forward, backward and evaluation, and changes nothing: no step is taken.
+        """Compiles forward, backward, evaluation and the optimizer's step, and changes nothing: a twin steps.
 
         The second of two passes, which compiles nothing, tells how much of the first was compiling.
         """
@@ -104,15 +97,18 @@ class Trainer:
             with f8.calibrate(self.model):
                 self.loss(rows).backward()
             self.optimizer.zero_grad()
-        first, second = (self._seconds_of_a_pass(rows) for _ in range(2))
+        twin = build_twin(self.settings.optimizer, self.model.parameters(), compile=self.settings.compile)
+        first, second = (self._seconds_of_a_pass(rows, twin) for _ in range(2))
         if self.progress.saved_bytes is None:
+            self.progress.optimizer_bytes = state_bytes(twin)
             _, self.progress.saved_bytes = count_saved_bytes(self.model, lambda: self.loss(rows))
             self.progress.compile_seconds = first - second if self.settings.compile else None
 
-    def _seconds_of_a_pass(self, rows: Tensor) -> float:
+    def _seconds_of_a_pass(self, rows: Tensor, twin: torch.optim.Optimizer) -> float:
         start = time.perf_counter()
         self.loss(rows).backward()
         self.optimizer.zero_grad()
+        twin.step()
         with torch.no_grad():
             self.loss(rows).item()
         return time.perf_counter() - start
@@ -120,8 +116,7 @@ class Trainer:
     def step(self) -> None:
         start, done = time.perf_counter(), self.progress.done
         rate = learning_rate(done, self.settings.steps, self.settings.shape.learning_rate)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        set_learning_rate(self.optimizer, rate)
         loss = self.loss(self.batch())
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -148,7 +143,8 @@ class Trainer:
         os.replace(path.with_suffix(".partial"), path)
 
     def load(self, path: Path) -> None:
-        state = torch.load(path, weights_only=True, map_location=device())
+        # The optimizer's numbers on the host (adamw8's step and learning rate) must not move to a GPU.
+        state = torch.load(path, weights_only=True, map_location="cpu")
         self.progress = Progress.from_plain(state["progress"])
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
