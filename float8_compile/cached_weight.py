@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from float8_compile.delayed import DelayedScale, cast_with
 from float8_compile.recipe import Cast, Recipe
 from float8_compile.tensor import Operand
-from float8_compile.torch_internals import AskedBeforeEachCall, mark_static_address, without_modes
+from float8_compile.torch_internals import mark_static_address, without_modes
 from float8_compile.watched import WatchedParameter, unwatch, watch
 
 
@@ -48,13 +48,12 @@ class CachedWeight:
         _check(layer.weight, layer.fqn)
         self.weight: nn.Parameter = layer.weight
         self._written: tuple[Any, ...] | None = None
-        self._asked = AskedBeforeEachCall(self._is_up_to_date)
         self._allocate()
-        watch(self.weight)  # last: what raises before leaves the weight as it was
+        watch(self.weight, self._bring_up_to_date)  # last: what raises before leaves the weight as it was
 
     def holds(self, weight: Tensor) -> bool:
         """Whether this is the cast of this weight. Where the weight has changed it is cast anew before the answer."""
-        return weight is self.weight and self._asked.answer
+        return weight is self.weight and weight.watchers_asked  # type: ignore[attr-defined]
 
     def operands(self) -> tuple[Operand, Operand | None]:
         """The weight as `output` multiplies it, and what backward is handed: the same where one cast serves both."""
@@ -67,9 +66,9 @@ class CachedWeight:
             return
         layer = self._layer()
         _check(weight, getattr(layer, "fqn", ""))
-        unwatch(self.weight)
+        unwatch(self.weight, self._bring_up_to_date)
         self.weight, self._written = weight, None
-        watch(weight)
+        watch(weight, self._bring_up_to_date)
 
     def fit(self, recipe: Recipe) -> None:
         """Be the cast that another recipe wants."""
@@ -78,7 +77,7 @@ class CachedWeight:
 
     def release(self) -> None:
         """Leave the weight as it was found."""
-        unwatch(self.weight)
+        unwatch(self.weight, self._bring_up_to_date)
 
     @property
     def nbytes(self) -> int:
@@ -89,15 +88,14 @@ class CachedWeight:
         """The buffers, payloads and scales."""
         return [tensor for operand in (self.output, self.grad_input) for tensor in operand or () if tensor is not None]
 
-    def _is_up_to_date(self) -> bool:
+    def _bring_up_to_date(self) -> None:
         if self._written != self._state():
             write([self])
-        return True
 
     def _state(self) -> tuple[Any, ...]:
         """What the buffers depend on: how often that was written to."""
         if not isinstance(self.weight, WatchedParameter):  # swap_tensors has put another one here
-            watch(self.weight)
+            watch(self.weight, self._bring_up_to_date)
         assert isinstance(self.weight, WatchedParameter)
         scale = self._delayed()
         return *self.weight.writes(), scale, None if scale is None else scale.scale._version

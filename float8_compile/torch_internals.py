@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from inspect import isbuiltin, signature
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 
 __all__ = [
-    "AskedBeforeEachCall",
     "apply_function",
     "at_most",
     "disabled_torch_function",
@@ -171,26 +170,6 @@ def without_modes() -> AbstractContextManager[None]:
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()
-
-
-class AskedBeforeEachCall(ModuleType):
-    """A function's value, which a compiled graph asks for anew before each call: the last moment to put things right.
-
-    Dynamo traces into properties of objects, but takes an attribute of a Python module for a value, whatever computes
-    it, and guards on it: before each call of the graph `answer` is read, and another value compiles another graph. A
-    Dynamo that looks into modules too would trace the function instead. Delete when torch offers a guard of one's own
-    (`torch._library.opaque_object` is on the way there). Nothing is read under
-    `torch.compiler.set_stance(skip_guard_eval_unsafe=True)`, which says that nothing has changed.
-    """
-
-    def __init__(self, function: Callable[[], bool]) -> None:
-        super().__init__("asked_before_each_call")
-        self.function = function
-
-    @property
-    def answer(self) -> bool:
-        """What the function says now."""
-        return self.function()
 
 
 def is_called_by_another(optimizer: torch.optim.Optimizer) -> bool:

@@ -9,11 +9,29 @@ that don't say that they write, such as fused optimizers; after those the optimi
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
 _OWN = ("_alias", "_assigned", "_watchers")
+Watcher = Callable[[], object]
+
+
+class _AskedBeforeEachCall:
+    """An attribute that is True, after each watcher was called: the last moment to put right what depends on a weight.
+
+    A compiled graph that reads it reads it anew before each call: Dynamo takes an attribute of a parameter for a value,
+    whatever computes it, and guards on it. It traces into a property, so this is a descriptor of another kind; a Dynamo
+    that looks into all kinds would trace the watchers, and a test notice. (A guard on an object of its own would
+    compile each of a model's equal blocks anew.) Not read under
+    `torch.compiler.set_stance(skip_guard_eval_unsafe=True)`, which says that nothing has changed.
+    """
+
+    def __get__(self, parameter: WatchedParameter, _: object) -> bool:
+        for watcher in parameter._watchers:
+            watcher()
+        return True
 
 
 class WatchedParameter(nn.Parameter):
@@ -21,7 +39,9 @@ class WatchedParameter(nn.Parameter):
 
     _alias: Tensor | None
     _assigned: int
-    _watchers: int
+    _watchers: list[Watcher]
+
+    watchers_asked = _AskedBeforeEachCall()
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
@@ -57,20 +77,20 @@ class WatchedParameter(nn.Parameter):
         return plain
 
 
-def watch(parameter: nn.Parameter) -> None:
-    """From here on see writes to it; may be asked for several times."""
+def watch(parameter: nn.Parameter, watcher: Watcher) -> None:
+    """From here on see writes to it, and call the watcher before it is used; there may be several."""
     if not isinstance(parameter, WatchedParameter):
         parameter.__class__ = WatchedParameter
         assert isinstance(parameter, WatchedParameter)
-        parameter._alias, parameter._assigned, parameter._watchers = None, 0, 0
-    parameter._watchers += 1
+        parameter._alias, parameter._assigned, parameter._watchers = None, 0, []
+    parameter._watchers.append(watcher)
 
 
-def unwatch(parameter: nn.Parameter) -> None:
-    """The counterpart of one `watch`: after the last one it is a plain parameter again."""
-    if isinstance(parameter, WatchedParameter):
-        parameter._watchers -= 1
-        if parameter._watchers == 0:
+def unwatch(parameter: nn.Parameter, watcher: Watcher) -> None:
+    """The counterpart of `watch`: after the last one it is a plain parameter again."""
+    if isinstance(parameter, WatchedParameter) and watcher in parameter._watchers:
+        parameter._watchers.remove(watcher)
+        if not parameter._watchers:
             parameter.__class__ = nn.Parameter  # type: ignore[assignment]
             for name in _OWN:
                 delattr(parameter, name)
