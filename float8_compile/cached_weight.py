@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from float8_compile.delayed import DelayedScale, cast_with
 from float8_compile.recipe import Cast, Recipe
 from float8_compile.tensor import Operand
-from float8_compile.torch_internals import mark_static_address, without_modes
-from float8_compile.watched import WatchedParameter, unwatch, watch
+from float8_compile.torch_internals import break_graph_if_written, mark_static_address, without_modes
+from float8_compile.watched import WatchedParameter, Watcher, unwatch, watch
 
 
 class CachedWeight:
@@ -49,11 +49,17 @@ class CachedWeight:
         self.weight: nn.Parameter = layer.weight
         self._written: tuple[Any, ...] | None = None
         self._allocate()
-        watch(self.weight, self._bring_up_to_date)  # last: what raises before leaves the weight as it was
+        itself = weakref.ref(self)  # a weight that held it would keep both alive, until they are collected
+        self._watcher: Watcher = lambda: None if (cast := itself()) is None else cast._bring_up_to_date()
+        watch(self.weight, self._watcher)  # last: what raises before leaves the weight as it was
 
     def holds(self, weight: Tensor) -> bool:
         """Whether this is the cast of this weight. Where the weight has changed it is cast anew before the answer."""
-        return weight is self.weight and weight.watchers_asked  # type: ignore[attr-defined]
+        # Where swap_tensors has put a plain one here the layer casts it itself, until `bind`.
+        if weight is not self.weight or not isinstance(weight, WatchedParameter):
+            return False
+        break_graph_if_written(weight)
+        return weight.watchers_asked
 
     def operands(self) -> tuple[Operand, Operand | None]:
         """The weight as `output` multiplies it, and what backward is handed: the same where one cast serves both."""
@@ -64,11 +70,13 @@ class CachedWeight:
         """Be the cast of another parameter, one that took the weight's place in the layer."""
         if weight is self.weight and isinstance(weight, WatchedParameter):
             return
+        if not isinstance(weight, nn.Parameter):  # by now computed from others (parametrized, pruned): not in use
+            return
         layer = self._layer()
         _check(weight, getattr(layer, "fqn", ""))
-        unwatch(self.weight, self._bring_up_to_date)
+        unwatch(self.weight, self._watcher)
         self.weight, self._written = weight, None
-        watch(weight, self._bring_up_to_date)
+        watch(weight, self._watcher)
 
     def fit(self, recipe: Recipe) -> None:
         """Be the cast that another recipe wants."""
@@ -77,7 +85,7 @@ class CachedWeight:
 
     def release(self) -> None:
         """Leave the weight as it was found."""
-        unwatch(self.weight, self._bring_up_to_date)
+        unwatch(self.weight, self._watcher)
 
     @property
     def nbytes(self) -> int:
@@ -89,13 +97,14 @@ class CachedWeight:
         return [tensor for operand in (self.output, self.grad_input) for tensor in operand or () if tensor is not None]
 
     def _bring_up_to_date(self) -> None:
-        if self._written != self._state():
+        state = self._state()
+        if self._written != state:
             write([self])
 
     def _state(self) -> tuple[Any, ...]:
         """What the buffers depend on: how often that was written to."""
         if not isinstance(self.weight, WatchedParameter):  # swap_tensors has put another one here
-            watch(self.weight, self._bring_up_to_date)
+            watch(self.weight, self._watcher)
         assert isinstance(self.weight, WatchedParameter)
         scale = self._delayed()
         return *self.weight.writes(), scale, None if scale is None else scale.scale._version
@@ -189,9 +198,10 @@ def _empty(weight: Tensor, how: Cast, axis: int, transposed: bool = False) -> Op
     payload = torch.empty_like(
         weight.t() if transposed else weight, dtype=how.dtype, memory_format=torch.contiguous_format
     )
-    for tensor in (payload, scale, unscale):
+    operand = Operand(payload.t() if transposed else payload, scale, unscale)
+    for tensor in (operand.payload, scale, unscale):
         mark_static_address(tensor)
-    return Operand(payload.t() if transposed else payload, scale, unscale)
+    return operand
 
 
 def _copy(into: Operand, operand: Operand) -> None:

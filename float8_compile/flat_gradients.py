@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -47,13 +47,15 @@ class FlatGradients:
         Gradients that they have already are taken over.
     dtype: of the buffer.
 
-    flat: (sum of numels,), of dtype: every gradient, zeros where none came. Keeps its address. With plain replicas
-        (without DDP) `torch.distributed.all_reduce(gradients.flat)` is the whole communication.
+    flat: (sum of numels,), of dtype: every gradient as its parameter lies in memory, zeros where none came. Keeps its
+        address. With plain replicas (without DDP) `torch.distributed.all_reduce(gradients.flat)` is the whole
+        communication.
 
     A parameter that got no gradient since `zero_` has `.grad` None at the step, as without this. Between a step and the
     next backward gradients have to be set to zero, by `zero_()` or by an attached optimizer's `zero_grad()`;
     `model.zero_grad()` does not reach the buffer, and backward then raises RuntimeError. Hooks on the weight of a
-    Float8Linear, and `torch.autograd.grad` by it, see no gradient.
+    Float8Linear, and `torch.autograd.grad` by it, see no gradient; `torch.autograd.grad` by anything else adds to the
+    buffer too, as it runs the same backward.
 
     Raises ValueError where no parameter requires a gradient, where they are on several devices or have a slice already,
     TypeError for a dtype that is not floating point and for sharded parameters (float8_compile.distributed has another
@@ -68,8 +70,8 @@ class FlatGradients:
         self._begin(parameters, sum(numels), dtype)
         self._views: dict[nn.Parameter, Tensor] = {}
         for parameter, part in zip(parameters, self.flat.split(numels), strict=True):
-            self._views[parameter] = part.view(parameter.shape)
-            self._give_slice(parameter, [part.view(parameter.shape)])
+            self._views[parameter] = _laid_out_as(parameter, part)
+            self._give_slice(parameter, [self._views[parameter]])
             if parameter.grad is not None:
                 self._take(parameter)
 
@@ -78,8 +80,10 @@ class FlatGradients:
         self.flat = torch.zeros(numel, dtype=dtype, device=parameters[0].device)
         self._used: set[nn.Parameter] = set()  # have a gradient since the last zero
         self._stepped: set[nn.Parameter] = set()  # and an optimizer has taken it
+        self._shown: set[nn.Parameter] = set()  # had the slice as `.grad` after their last backward
         self._handles: list[Any] = []
         self._attached: list[Optimizer] = []
+        self._detach: list[Callable[[], None]] = []  # what remove() does for each of them
         self._slices: dict[nn.Parameter, GradientSlice] = {}
         _alive.add(self)
 
@@ -120,15 +124,24 @@ class FlatGradients:
             optimizer.register_step_pre_hook(self._hand_over),
             optimizer.register_step_post_hook(self._take_back),
         ]
-        zero_grad = optimizer.zero_grad
+        zero_grad, before = optimizer.zero_grad, vars(optimizer).get("zero_grad")
+        attached = [self]  # empty after remove(), where this may lie below another buffer's
 
         def zero_grad_and_slices(set_to_none: bool = True) -> None:
-            with torch.no_grad():
-                self._zero(self._held_by(optimizer), forget=set_to_none)
+            for gradients in attached:
+                with torch.no_grad():
+                    gradients._zero(gradients._held_by(optimizer), forget=set_to_none)
             zero_grad(set_to_none)
+
+        def detach() -> None:
+            attached.clear()
+            if vars(optimizer).get("zero_grad") is zero_grad_and_slices:
+                del optimizer.zero_grad
+                vars(optimizer).update({} if before is None else {"zero_grad": before})
 
         # Of this optimizer object alone: torch has no hook for it (its LR schedulers replace `step` in the same way).
         optimizer.zero_grad = zero_grad_and_slices  # type: ignore[method-assign]
+        self._detach.append(detach)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
@@ -141,17 +154,18 @@ class FlatGradients:
         """Give the parameters back: gradients go to `.grad` again, and those in the buffer stay there."""
         for handle in self._handles:
             handle.remove()
-        for optimizer in self._attached:
-            vars(optimizer).pop("zero_grad", None)
+        for detach in self._detach:
+            detach()
         for parameter in self._slices:
             delattr(parameter, ATTRIBUTE)
-        self._handles, self._attached, self._slices = [], [], {}
+        self._handles, self._attached, self._detach, self._slices = [], [], [], {}
 
     @torch.no_grad()
     def _take(self, parameter: nn.Parameter) -> None:
         """After backward of a parameter: `.grad`, if autograd has made one, goes into the slice, and shows it."""
         view, gradient = self._views[parameter], parameter.grad
-        lost = self._shows(parameter) and parameter in self._used and not self._is_view(parameter, gradient)
+        shown = self._shows(parameter) or parameter in self._shown
+        lost = shown and parameter in self._used and not self._is_view(parameter, gradient)
         if parameter in self._stepped or lost:
             raise RuntimeError(
                 f"a gradient of a parameter of shape {tuple(parameter.shape)} came while FlatGradients still held that "
@@ -163,6 +177,10 @@ class FlatGradients:
                 self._slices[parameter].add(gradient)
             parameter.grad = view.detach() if self._shows(parameter) else None
         self._used.add(parameter)
+        if self._shows(parameter):
+            self._shown.add(parameter)
+        else:
+            self._shown.discard(parameter)
 
     def _hand_over(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a step: gradients of the parameters' dtype, where that is not the buffer's."""
@@ -180,7 +198,7 @@ class FlatGradients:
             if is_wanted:
                 cast = self.flat[position : position + sum(numels)].to(dtype)
                 for parameter, part in zip(parameters, cast.split(numels), strict=True):
-                    parameter.grad = part.view(parameter.shape)
+                    parameter.grad = _laid_out_as(parameter, part)
             position += sum(numels)
 
     def _take_back(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -206,7 +224,8 @@ class FlatGradients:
         return parameter.dtype == self.flat.dtype
 
     def _is_view(self, parameter: nn.Parameter, gradient: Tensor | None) -> bool:
-        return gradient is not None and gradient.is_set_to(self._views[parameter])
+        is_dense = gradient is not None and gradient.layout is torch.strided
+        return gradient is not None and is_dense and gradient.is_set_to(self._views[parameter])
 
     def _held_by(self, optimizer: Optimizer) -> list[nn.Parameter]:
         known = set(self._parameters)
@@ -224,6 +243,13 @@ def flat_gradients_kept() -> Iterator[None]:
             gradients.flat.zero_() if flat is None else gradients.flat.copy_(flat)
 
 
+def _laid_out_as(parameter: Tensor, part: Tensor) -> Tensor:
+    """The part in the parameter's shape and, where those leave no gaps, with its strides: a fused optimizer goes
+    through parameter and gradient as they lie in memory."""
+    strides = torch.empty_like(parameter, device="meta").stride()
+    return part.as_strided(parameter.shape, strides)
+
+
 def _checked(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> list[nn.Parameter]:
     """Those that get a slice, each once."""
     parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
@@ -232,8 +258,8 @@ def _checked(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> list[nn.
             "FlatGradients: these parameters are sharded (DTensor), and gradients come by the gathered ones; for FSDP2 "
             "there is float8_compile.distributed.ShardedFlatGradients(module), one for each fully_shard group"
         )
-    if not dtype.is_floating_point:
-        raise TypeError(f"FlatGradients(dtype={dtype}): expected a floating-point dtype")
+    if not dtype.is_floating_point or dtype.itemsize < 2:
+        raise TypeError(f"FlatGradients(dtype={dtype}): expected a floating-point dtype of 16 bits or more")
     if not parameters:
         raise ValueError("FlatGradients: no parameter requires a gradient; was an iterator passed that is used up?")
     devices = {p.device for p in parameters}

@@ -29,7 +29,8 @@ class GradientSlice:
     def add(self, gradient: Tensor) -> None:
         """`+= gradient`, of the parameter's shape and any dtype."""
         if len(self.pieces) == 1:
-            self.pieces[0].add_(gradient.reshape(self.pieces[0].shape))
+            same = gradient.shape == self.pieces[0].shape  # a sparse one can't be reshaped
+            self.pieces[0].add_(gradient if same else gradient.reshape(self.pieces[0].shape))
             return
         for piece, part in zip(self.pieces, gradient.flatten().split([p.numel() for p in self.pieces]), strict=True):
             piece.add_(part.view(piece.shape))

@@ -29,7 +29,7 @@ from float8_compile.layer_scales import ScaledLinear
 from float8_compile.recipe import Recipe
 from float8_compile.recompute import cast_weight
 from float8_compile.tensor import Float8Tensor, Operand
-from float8_compile.torch_internals import apply_function, is_nested_transform
+from float8_compile.torch_internals import apply_function, is_nested_transform, transforms_are_active
 
 HIGH_PRECISION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -96,7 +96,8 @@ class Float8Linear(ScaledLinear):
             x8 = cast_with(x_MK, recipe.output.left, self.input_scale, record=records)
         # In eval the weights may be another's (an average, a checkpoint copied in): no optimizer step would tell.
         weight_scale = self.weight_scale if self.training else None
-        cached = self.cached_weight if self.training else None
+        # A transform allows no write to the buffers, and compiled it loses what backward saves of them.
+        cached = self.cached_weight if self.training and not transforms_are_active() else None
         is_cached = cached is not None and cached.holds(w_NK)
         if cached is not None and is_cached:
             w8, kept_w8 = cached.operands()

@@ -23,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_kno
 __all__ = [
     "apply_function",
     "at_most",
+    "break_graph_if_written",
     "disabled_torch_function",
     "foreach_amax",
     "guard_or_false",
@@ -37,6 +38,7 @@ __all__ = [
     "saturate",
     "scaled_mm",
     "statically_known_true",
+    "transforms_are_active",
     "with_own_code",
     "without_modes",
 ]
@@ -124,6 +126,14 @@ def is_watched() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
+def transforms_are_active() -> bool:
+    """Whether this runs under one of torch.func's transforms, also where Dynamo traces them.
+
+    torch._C._are_functorch_transforms_active, which Dynamo takes for a constant.
+    """
+    return torch._C._are_functorch_transforms_active()
+
+
 def foreach_amax(tensors: list[Tensor]) -> list[Tensor]:
     """The largest magnitude of each, float32, in as few launches as tensors fit into one. Non-empty tensors only.
 
@@ -142,7 +152,7 @@ def raise_to(running: Tensor, amax: Tensor) -> None:
     save, and torch then takes the very write of an op in place for a change behind its back (BatchNorm can't run in
     such a region either). No foreach op has a public name. Delete when `_CachingTorchDispatchMode` leaves them out.
     """
-    number = torch.maximum(torch.where(running.isfinite(), running, 0.0), amax)
+    number = torch.maximum(running.nan_to_num(0.0, 0.0, 0.0), amax)
     if torch.compiler.is_compiling():
         running.copy_(number)
     else:
@@ -170,6 +180,27 @@ def without_modes() -> AbstractContextManager[None]:
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()
+
+
+def break_graph_if_written(tensor: Tensor) -> None:
+    """End the graph here where it has written to the tensor, so that what guards ask is asked anew; fullgraph=True then
+    raises. Nothing outside of Dynamo.
+
+    torch._dynamo.comptime: public by its docstring, but in a private module, which brings the compiler. It hands out
+    the fake tensor of the trace, whose count of writes begins at 0. Delete when guards can look into a graph.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        from torch._dynamo.comptime import comptime
+
+        comptime(_break_graph_if_written)
+
+
+def _break_graph_if_written(context: Any) -> None:
+    if context.get_local("tensor").as_fake()._version:
+        context.graph_break(
+            "a weight is written to and used in one graph, which its cached cast (cache_weight_casts) can't follow; "
+            "write to it outside of the compiled function, or remove the cache"
+        )
 
 
 def is_called_by_another(optimizer: torch.optim.Optimizer) -> bool:

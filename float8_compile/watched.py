@@ -9,17 +9,21 @@ that don't say that they write, such as fused optimizers; after those the optimi
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-_OWN = ("_alias", "_assigned", "_watchers")
+_OWN = ("_alias", "_assigned", "_watchers", "_watched")
+_numbers = itertools.count()  # no two assignments have the same: what `swap_tensors` puts here looks like another
 Watcher = Callable[[], object]
 
 
 class _AskedBeforeEachCall:
     """An attribute that is True, after each watcher was called: the last moment to put right what depends on a weight.
+    False where `swap_tensors` has put another watched parameter here, with other watchers.
 
     A compiled graph that reads it reads it anew before each call: Dynamo takes an attribute of a parameter for a value,
     whatever computes it, and guards on it. It traces into a property, so this is a descriptor of another kind; a Dynamo
@@ -28,10 +32,12 @@ class _AskedBeforeEachCall:
     `torch.compiler.set_stance(skip_guard_eval_unsafe=True)`, which says that nothing has changed.
     """
 
-    def __get__(self, parameter: WatchedParameter, _: object) -> bool:
+    def __get__(self, parameter: WatchedParameter | None, _: object) -> bool:
+        if parameter is None:  # asked of the class
+            return True
         for watcher in parameter._watchers:
             watcher()
-        return True
+        return parameter._watched == id(parameter)
 
 
 class WatchedParameter(nn.Parameter):
@@ -40,16 +46,19 @@ class WatchedParameter(nn.Parameter):
     _alias: Tensor | None
     _assigned: int
     _watchers: list[Watcher]
+    _watched: int
 
     watchers_asked = _AskedBeforeEachCall()
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
         """As `Tensor.data`, but writes to it count."""
+        if torch.compiler.is_dynamo_compiling():
+            return self.detach()  # which Dynamo knows, and counts as a write to the parameter itself
         if self.is_meta:
             return super().data
         if self._alias is not None and not self._alias.is_set_to(self):  # moved by an op such as `set_`
-            self._alias, self._assigned = None, self._assigned + 1
+            self._alias, self._assigned = None, next(_numbers)
         if self._alias is None:
             self._alias = super().data
         return self._alias.detach()
@@ -57,11 +66,17 @@ class WatchedParameter(nn.Parameter):
     @data.setter
     def data(self, data: Tensor) -> None:
         nn.Parameter.data.__set__(self, data)  # type: ignore[attr-defined]
-        self._alias, self._assigned = None, self._assigned + 1
+        self._assigned = next(_numbers)
+        if self._alias is None or not self._alias.is_set_to(self):
+            uncounted = data is self or data.is_inference()
+            self._alias = None if uncounted else data.detach()  # so that writes through `data` count too
 
     def writes(self) -> tuple[int, ...]:
         """Another tuple after each write."""
         return self._version, self._assigned, 0 if self._alias is None else self._alias._version
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self._plain())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copied = copy.deepcopy(self._plain(), memo)
@@ -82,7 +97,8 @@ def watch(parameter: nn.Parameter, watcher: Watcher) -> None:
     if not isinstance(parameter, WatchedParameter):
         parameter.__class__ = WatchedParameter
         assert isinstance(parameter, WatchedParameter)
-        parameter._alias, parameter._assigned, parameter._watchers = None, 0, []
+        parameter._alias, parameter._assigned = None, next(_numbers)
+        parameter._watchers, parameter._watched = [], id(parameter)
     parameter._watchers.append(watcher)
 
 

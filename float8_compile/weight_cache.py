@@ -95,14 +95,15 @@ class WeightCache:
     def _held(self) -> dict[Float8Linear, CachedWeight]:
         """The layers that are alive and still have their casts from here."""
         layers = [layer for ref in self._layers if (layer := ref()) is not None]
-        held = {layer: cast for layer in layers if (cast := layer.cached_weight) is not None}
+        held = {layer: cast for layer in layers if (cast := vars(layer).get("cached_weight")) is not None}
         return {layer: cast for layer, cast in held.items() if cast.owner is self}
 
     def _refresh(self, chosen: Callable[[Float8Linear], bool]) -> None:
         held = self._held()
-        for layer, cast in held.items():
+        taken = {layer: cast for layer, cast in held.items() if chosen(layer)}
+        for layer, cast in taken.items():
             cast.bind(layer.weight)  # type: ignore[arg-type]
-        casts = [cast for layer, cast in held.items() if chosen(layer) and not layer.weight.is_meta]
+        casts = [cast for layer, cast in taken.items() if not layer.weight.is_meta]
         # Parts of it, as of an optimizer per parameter, would be a graph each.
         whole = len(casts) >= sum(layer.weight.requires_grad for layer in held)
         if casts:

@@ -31,6 +31,8 @@ from float8_compile.torch_internals import (
     raise_to,
     scaled_mm,
     statically_known_true,
+    with_own_code,
+    without_modes,
 )
 
 
@@ -438,3 +440,47 @@ def test_where_triton_miscompiles_clamp_no_cast_uses_it(monkeypatch: pytest.Monk
         monkeypatch.setattr(torch_internals, "CLAMP_IS_SAFE", clamp_is_safe)
         graphs = graphs_of(lambda f: f(torch.randn(8, 8, requires_grad=True)).sum().backward(), Float8Linear(8, 8))
         assert (sum(graphs.calls("clamp")) > 0) is clamps
+
+
+# Cached weights
+
+
+def test_a_function_with_its_own_code_is_the_same_and_compiles_on_its_own_account() -> None:
+    one = 1
+
+    def plus_one(x: Tensor) -> Tensor:
+        return x + one
+
+    own = [with_own_code(plus_one) for _ in range(2)]
+    assert len({function.__code__ for function in (plus_one, *own)}) == 3
+    torch._dynamo.reset()
+    compile: Any = torch.compile
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for function in (plus_one, *own):
+            compiled = compile(function, backend="eager", dynamic=False, fullgraph=True)
+            for size in (2, 3):
+                assert torch.equal(compiled(torch.zeros(size)), torch.ones(size))
+        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            compiled(torch.zeros(4))
+
+
+def test_without_modes_no_mode_sees_what_runs_and_afterwards_they_are_back() -> None:
+    class Seen(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ops: list[str] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.ops.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Seen() as seen:
+        x = torch.ones(2)
+        with without_modes():
+            x.add_(1)
+        x.mul_(2)
+        with pytest.raises(ZeroDivisionError), without_modes():
+            _ = 1 / 0
+        x.sub_(1)
+    assert torch.equal(x, torch.full((2,), 3.0))
+    assert seen.ops == ["aten.ones.default", "aten.mul_.Tensor", "aten.sub_.Tensor"]
