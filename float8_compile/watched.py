@@ -2,8 +2,9 @@
 
 A tensor counts the writes to it (`_version`), but `w.data` is another tensor with a counter of its own, which torch
 throws away: `w.data.copy_(...)` and `w.data = t` leave no trace. Here `.data` is a property whose results share one
-counter. What is not seen: aliases made before (`flat = w.data.view(-1)`), other libraries' (NumPy, DLPack), and ops
-that don't say that they write, such as fused optimizers; after those the optimizer's hook comes.
+counter. What is not seen: aliases made before (`flat = w.data.view(-1)`), the `.data` of an alias
+(`w.detach().data`), other libraries' aliases (NumPy, DLPack), and ops that don't say that they write: those of
+torch.distributed (`broadcast(w.data, 0)`) and fused optimizers, after which the optimizer's hook comes.
 """
 
 from __future__ import annotations
@@ -35,8 +36,11 @@ class _AskedBeforeEachCall:
     def __get__(self, parameter: WatchedParameter | None, _: object) -> bool:
         if parameter is None:  # asked of the class
             return True
-        for watcher in parameter._watchers:
-            watcher()
+        try:
+            for watcher in parameter._watchers:
+                watcher()
+        except AttributeError as error:  # which would say that the parameter has no such attribute
+            raise RuntimeError(f"what depends on a parameter could not be brought up to date: {error}") from error
         return parameter._watched == id(parameter)
 
 

@@ -36,8 +36,9 @@ def cache_weight_casts(module: nn.Module) -> WeightCache:
     Call it after conversion and before or after `torch.compile`; a second call makes the casts anew, for another
     `recompute_weight_cast`. Numbers are bitwise those without a cache: what writes to a weight otherwise (`copy_`,
     `.data`, a checkpoint, another dtype or device) is noticed before the next forward, and that weight is cast again.
-    The optimizers are those that delayed scaling sees; for one that writes in a way that torch doesn't count and is no
-    `torch.optim.Optimizer`, call `refresh`. The cache is no state: no file and no deepcopy of the model has it.
+    The optimizers are those that delayed scaling sees. After a write that torch doesn't count (watched.py says which,
+    torch.distributed's among them) and that is no step of a `torch.optim.Optimizer`, call `refresh`. The cache is no
+    state: no file and no deepcopy of the model has it.
 
     Returns a handle, also a context manager: `refresh()`, `remove()`, `nbytes`.
 

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from float8_compile import Float8Linear, torch_internals
 from float8_compile.torch_internals import (
     apply_function,
+    break_graph_if_written,
     disabled_torch_function,
     foreach_amax,
     guard_or_false,
@@ -31,6 +32,7 @@ from float8_compile.torch_internals import (
     raise_to,
     scaled_mm,
     statically_known_true,
+    transforms_are_active,
     with_own_code,
     without_modes,
 )
@@ -484,3 +486,52 @@ def test_without_modes_no_mode_sees_what_runs_and_afterwards_they_are_back() -> 
         x.sub_(1)
     assert torch.equal(x, torch.full((2,), 3.0))
     assert seen.ops == ["aten.ones.default", "aten.mul_.Tensor", "aten.sub_.Tensor"]
+
+
+GRAPH_WRITES = {
+    "nothing": lambda t: t.sum(),
+    "in place": lambda t: t.mul_(2),
+    "a view": lambda t: t[0].mul_(2),
+    "an alias": lambda t: t.detach().mul_(2),
+}
+
+
+@pytest.mark.parametrize("name", GRAPH_WRITES)
+def test_a_graph_breaks_where_it_has_written_to_a_tensor_and_only_there(name: str) -> None:
+    tensor = torch.ones(2)
+    tensor.add_(0)  # what was before the graph doesn't count
+
+    def run(x: Tensor) -> Tensor:
+        GRAPH_WRITES[name](tensor)
+        break_graph_if_written(tensor)
+        return x + tensor
+
+    if name == "nothing":
+        compiled, counter = compile_counted(run)
+        assert torch.equal(compiled(torch.zeros(2)), torch.ones(2))
+        assert counter.frame_count == 1
+    else:
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="cached cast"):
+            compile_counted(run)[0](torch.zeros(2))
+    torch._dynamo.reset()
+    compile: Any = torch.compile
+    compiled, before = compile(run, backend="aot_eager"), tensor.clone()
+    result = compiled(torch.zeros(2))
+    assert torch.equal(result, tensor)
+    assert torch.equal(tensor, before) is (name == "nothing")
+
+
+def test_eagerly_there_is_no_graph_to_break() -> None:
+    tensor = torch.ones(2).mul_(2)
+    break_graph_if_written(tensor)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_transforms_are_active_inside_of_them_also_where_they_are_traced(compiled: bool) -> None:
+    def f(x: Tensor) -> Tensor:
+        return x * 2 if transforms_are_active() else x * 3
+
+    inside = {"grad": torch.func.grad(lambda x: f(x).sum()), "vmap": torch.vmap(f)}
+    for name, run in {**inside, "none": f}.items():
+        run = compile_counted(run)[0] if compiled else run
+        assert torch.equal(run(torch.ones(2)), torch.full((2,), 3.0 if name == "none" else 2.0))

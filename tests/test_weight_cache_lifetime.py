@@ -19,7 +19,8 @@ from delayed_checks import assert_same_bits, backward, batches, layers_of, mlp, 
 from fresh_process import run_python
 from test_weight_cache_writes import WRITES
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.utils import parametrize
 
 import float8_compile as f8
@@ -270,7 +271,7 @@ class OwnParameter(nn.Parameter):
 
 @pytest.fixture
 def _one_process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     yield
     dist.destroy_process_group()
 

@@ -15,7 +15,6 @@ from delayed_checks import (
     backward,
     batches,
     gradients_of,
-    layers_of,
     state_of,
 )
 from test_weight_cache_writes import WRITES
@@ -132,7 +131,7 @@ def test_in_eval_weights_are_cast_as_without_a_cache() -> None:
     """Of a delayed weight by its own amax, whatever its scale."""
     both = twins()
     both.both(WRITES["AdamW, fused"])
-    both.both(lambda model: layers_of(model)[-1].weight_scale.set_scale(torch.tensor(1.0)))
+    both.both(lambda model: model[-1].weight_scale.set_scale(torch.tensor(1.0)))
     both.both(lambda model: model.eval())
     both.assert_same_step()
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import float8_compile as f8
 from float8_compile import cached_weight
+from float8_compile.delayed import cast_with
 
 pytestmark = [
     pytest.mark.usefixtures("afresh"),
@@ -29,7 +30,7 @@ class Casts:
     """How many casts of weights are made inside."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count, cast_with = 0, cached_weight.cast_with
+        self.count = 0
 
         def cast(*args: Any, **kwargs: Any) -> Any:
             self.count += 1
@@ -134,15 +135,23 @@ def test_a_write_behind_the_last_reader_of_a_graph_breaks_nothing() -> None:
 
 # Delayed scales
 
+
+def written_and_updated(model: Any) -> None:
+    WRITES[".data.copy_"](model)
+    f8.update_delayed_scaling(model)
+
+
+def reset_and_marked(model: Any) -> None:
+    f8.reset_delayed_scaling(model)
+    f8.mark_calibrated(model)
+
+
 MOVES: dict[str, Write] = {
     "update_delayed_scaling": f8.update_delayed_scaling,
-    "a write, then update_delayed_scaling": lambda model: (
-        WRITES[".data.copy_"](model),
-        f8.update_delayed_scaling(model),
-    ),
+    "a write, then update_delayed_scaling": written_and_updated,
     "reset_delayed_scaling": f8.reset_delayed_scaling,
     "mark_calibrated": f8.mark_calibrated,
-    "reset, then mark_calibrated": lambda model: (f8.reset_delayed_scaling(model), f8.mark_calibrated(model)),
+    "reset, then mark_calibrated": reset_and_marked,
     "a scale set by hand": lambda model: model[0].weight_scale.set_scale(torch.tensor(3.0)),
 }
 
@@ -188,7 +197,7 @@ def test_so_it_does_in_a_graph() -> None:
 @contextmanager
 def failing(monkeypatch: pytest.MonkeyPatch, at: int) -> Iterator[None]:
     """Inside, the cast number `at` raises, and those after it too."""
-    cast_with, calls = cached_weight.cast_with, []
+    calls = []
 
     def cast(*args: Any, **kwargs: Any) -> Any:
         calls.append(args)
@@ -215,7 +224,18 @@ def by_the_optimizer(both: Twins) -> None:
     torch.optim.SGD(both.cached.parameters(), lr=0.0).step()
 
 
-EAGERLY = [(refresh, at, False) for refresh in (by_forward, by_refresh, by_the_optimizer) for at in (1, 2, 3)]
+def by_a_fused_optimizer(both: Twins) -> None:
+    """Of whose writes only its hook tells, which fails."""
+    WRITES["AdamW, fused"](both.plain)
+    backward(both.cached, batches(2, 8, 32)[1])
+    try:
+        torch.optim.AdamW(both.cached.parameters(), lr=1e-2, fused=True).step()
+    finally:
+        both.cached.zero_grad()
+
+
+WAYS = (by_forward, by_refresh, by_the_optimizer, by_a_fused_optimizer)
+EAGERLY = [(refresh, at, False) for refresh in WAYS for at in (1, 2, 3)]
 
 
 @pytest.mark.parametrize(("refresh", "at", "compiled"), [*EAGERLY, (by_forward, 2, True)])
@@ -225,6 +245,8 @@ def test_what_is_half_written_is_taken_by_nobody(
     both = twins(32, 48, 40, config=lambda _, fqn: "rowwise" if fqn == "0" else "delayed", compiled=compiled)
     both.assert_same_outputs()
     both.both(WRITES[".data.copy_"])
+    if refresh is by_a_fused_optimizer:
+        both.assert_same_outputs()
     with failing(monkeypatch, at), pytest.raises(Exception, match="half-way"):
         refresh(both)
     both.assert_same_outputs()

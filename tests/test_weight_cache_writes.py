@@ -31,7 +31,7 @@ def numbers_like(tensor: Tensor, seed: int = 0) -> Tensor:
     return (torch.randn(tensor.shape, generator=generator) * 0.7).to(tensor.dtype)
 
 
-def to_each_weight(write: Callable[[nn.Parameter, Tensor], Any]) -> Write:
+def to_each_weight(write: Callable[[Any, Tensor], Any]) -> Write:
     def of_model(model: Any) -> None:
         for number, layer in enumerate(layers_of(model)):
             write(layer.weight, numbers_like(layer.weight, number))
@@ -39,15 +39,15 @@ def to_each_weight(write: Callable[[nn.Parameter, Tensor], Any]) -> Write:
     return of_model
 
 
-def without_grad(write: Callable[[nn.Parameter, Tensor], Any]) -> Write:
+def without_grad(write: Callable[[Any, Tensor], Any]) -> Write:
     return torch.no_grad()(to_each_weight(write))
 
 
-def set_data(p: nn.Parameter, data: Tensor) -> None:
+def set_data(p: nn.Parameter, data: Tensor) -> Any:
     p.data = data
 
 
-def set_item(p: Tensor, index: Any, numbers: Any) -> None:
+def set_item(p: Tensor, index: Any, numbers: Any) -> Any:
     p[index] = numbers
 
 
@@ -66,7 +66,8 @@ def by_hand(model: Any) -> None:
     backward(model, batches(2, 8, 32)[1])
     with torch.no_grad():
         for layer in layers_of(model):
-            layer.weight -= 0.1 * layer.weight.grad
+            w: Any = layer.weight
+            w -= 0.1 * w.grad
     model.zero_grad()
 
 
@@ -117,6 +118,17 @@ def onto_one_buffer(model: Any) -> None:
     flat.mul_(1.5)
 
 
+def initialized_anew(model: Any) -> None:
+    torch.manual_seed(5)
+    for layer in layers_of(model):
+        layer.reset_parameters()
+
+
+def replaced(model: Any) -> None:
+    for layer in layers_of(model):
+        layer.weight = nn.Parameter(numbers_like(layer.weight))
+
+
 WRITES: dict[str, Write] = {
     "AdamW, fused": by_optimizer(lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True)),
     "SGD": by_optimizer(lambda p: torch.optim.SGD(p, lr=1e-2)),
@@ -125,7 +137,7 @@ WRITES: dict[str, Write] = {
     "copy_ under inference_mode": torch.inference_mode()(to_each_weight(lambda w, t: w.copy_(t))),
     "an element": without_grad(lambda w, t: set_item(w, (3, 3), 9.0)),
     "a view": without_grad(lambda w, t: w.t()[2:4].mul_(5)),
-    "set_": without_grad(lambda w, t: w.set_(t)),  # type: ignore[call-overload]
+    "set_": without_grad(lambda w, t: w.set_(t)),
     "nn.init": torch.no_grad()(lambda model: [nn.init.constant_(layer.weight, 0.3) for layer in layers_of(model)]),
     "foreach": without_grad(lambda w, t: torch._foreach_lerp_([w], [t], 0.5)),
     ".data.copy_": to_each_weight(lambda w, t: w.data.copy_(t)),
@@ -148,10 +160,7 @@ WRITES: dict[str, Write] = {
         lambda model, new: [set_data(p, t) for p, t in zip(model.parameters(), new, strict=True)]
     ),
     "float32 masters": from_masters,
-    "reset_parameters": lambda model: (
-        torch.manual_seed(5),
-        [layer.reset_parameters() for layer in layers_of(model)],
-    ),
+    "reset_parameters": initialized_anew,
     ".float()": lambda model: model.float(),
     "requires_grad_": lambda model: model.requires_grad_(False).requires_grad_(True),
 }  # fmt: skip
@@ -162,9 +171,7 @@ REPLACEMENTS: dict[str, Write] = {
     ".to(bfloat16)": lambda model: model.to(torch.bfloat16),
     ".half()": lambda model: model.half(),
     ".bfloat16().float()": lambda model: model.bfloat16().float(),
-    "another parameter": lambda model: [
-        setattr(layer, "weight", nn.Parameter(numbers_like(layer.weight))) for layer in layers_of(model)
-    ],
+    "another parameter": replaced,
     "swap_tensors": to_each_weight(lambda w, t: torch.utils.swap_tensors(w, written_as_often(t, w))),
     "frozen": lambda model: model[2].requires_grad_(False),
 }
