@@ -1,6 +1,6 @@
 """What a call of a small layer costs, eager and compiled: nn.Linear, torchao's float8 and ours, measured in turns.
 
-    python -m benchmarks.eager_cost                                       # on two cores about 8 minutes
+    python -m benchmarks.eager_cost                                       # on two cores about 3 minutes
     python -m benchmarks.eager_cost --sizes 64 --no-compile --rounds 20   # a look
     python -m benchmarks.eager_cost --contenders tensorwise delayed+keep torchao:tensorwise --out /tmp/some
 
