@@ -482,8 +482,30 @@ def test_what_inductor_would_find_out_by_timing_is_in_the_notes() -> None:
         "aten.mm of (8192, 4096) x (4096, 50257): on the GPU Inductor times whether it pays to pad to multiples of 8;"
     )
     assert of(torch.mm, (8, 4096), (4096, 50257)).notes == ()
-    with torch._inductor.config.patch(max_autotune=True):
-        assert of(torch.mm, (64, 64), (64, 64)).notes == ("Inductor's max_autotune is off in a preview",)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "benchmark_combo_kernel",
+        "benchmark_fusion",
+        "coordinate_descent_tuning",
+        "cpp_wrapper",
+        "max_autotune",
+        "max_autotune_gemm",
+        "triton.mix_order_reduction_autotune_split_size",
+        "triton.multi_kernel",
+    ],
+)
+def test_a_setting_that_needs_the_device_while_code_is_generated_is_off_and_in_the_notes(setting: str) -> None:
+    """torchao's quantize_ turns coordinate_descent_tuning on for the whole process: a norm's backward is then timed."""
+    build = lambda: (nn.Sequential(nn.RMSNorm(1024), nn.Linear(1024, 1024)).bfloat16(), batch(8192, 1024))  # noqa: E731
+    expected = f8.preview(build)
+    with torch._inductor.config.patch({setting: True, "combo_kernels": setting == "benchmark_combo_kernel"}):
+        result = f8.preview(build)
+    assert result.notes == (f"Inductor's {setting} is off in a preview",)
+    if setting != "benchmark_combo_kernel":
+        assert result.total() == expected.total()
 
 
 def test_machine_code() -> None:

@@ -16,6 +16,7 @@ first preview, with its name.
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -68,12 +69,21 @@ _INDUCTOR = {
     "fx_graph_cache": False,  # neither hand out what was generated for a real device nor store what was not
     "fx_graph_remote_cache": False,
     "compile_threads": 1,
-    "cpp_wrapper": False,
-    "max_autotune": False,  # these three time kernels on the device
-    "max_autotune_gemm": False,
-    "shape_padding": False,
+    "shape_padding": False,  # on in every torch: it times a padded matmul on the device
     "trace.provenance_tracking_level": 2,  # writes a handle above each launch; 1 also watches every pass
 }
+
+_OFF_WHERE_TURNED_ON = (
+    "cpp_wrapper",
+    # These time kernels on the device while code is generated.
+    "benchmark_combo_kernel",
+    "benchmark_fusion",
+    "coordinate_descent_tuning",  # which torchao's quantize_ turns on for the whole process
+    "max_autotune",
+    "max_autotune_gemm",
+    "triton.mix_order_reduction_autotune_split_size",
+    "triton.multi_kernel",
+)
 
 
 @contextlib.contextmanager
@@ -81,7 +91,7 @@ def settings() -> Iterator[None]:
     """Inside, what is compiled is meant for a preview, and compiled afresh. Outside it is all forgotten."""
     torch.compiler.reset()
     with (
-        inductor_config.patch(_INDUCTOR),
+        inductor_config.patch({**_INDUCTOR, **dict.fromkeys(_OFF_WHERE_TURNED_ON, False)}),
         functorch_config.patch(enable_autograd_cache=False),
         dynamo_config.patch(suppress_errors=False),
         mock.patch.dict(os.environ),  # where Inductor writes the folders of its caches
@@ -116,7 +126,7 @@ def graph_breaks() -> Iterator[list[str]]:
 
 def switched_off() -> list[str]:
     """The settings that the user has turned on and a preview turns off, but for caches."""
-    return [name for name in ("max_autotune", "max_autotune_gemm", "cpp_wrapper") if getattr(inductor_config, name)]
+    return [name for name in _OFF_WHERE_TURNED_ON if operator.attrgetter(name)(inductor_config)]
 
 
 @dataclass(frozen=True)
