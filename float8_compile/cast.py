@@ -77,10 +77,10 @@ def saturating_cast(x: Tensor, scale: Tensor, dtype: torch.dtype, *, foreign: bo
             # 0, or NaN; a `where` would be so many ops that Inductor stops fusing the producer
             scaled = scaled + (x - x)
         return saturate(scaled, largest).to(dtype)
+    if foreign:
+        x = torch.add(x, x, alpha=0)  # 0 times an infinity is NaN
     # The same in place: eagerly each step would be another float32 tensor of x's size.
     scaled = x * scale if x.dtype is torch.float32 else x.float().mul_(scale)
-    if foreign:
-        scaled.masked_fill_(x.isinf(), torch.nan)  # a byte an element, where `x - x` is four
     return scaled.clamp_(-largest, largest).to(dtype)
 
 
