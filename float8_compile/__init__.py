@@ -34,6 +34,7 @@ from float8_compile.convert import (
 )
 from float8_compile.filters import auto_filter
 from float8_compile.flat_gradients import FlatGradients
+from float8_compile.gathered_weight import precompute_float8_dynamic_scale_for_fsdp
 from float8_compile.graphs import make_graphed_callables
 from float8_compile.linear import Float8Linear
 from float8_compile.recipe import Cast, DelayedScaling, Gemm, Recipe
@@ -70,6 +71,7 @@ __all__ = [
     "make_graphed_callables",
     "mark_calibrated",
     "plain_state_dict",
+    "precompute_float8_dynamic_scale_for_fsdp",
     "preview",
     "reset_delayed_scaling",
     "sac_save_ops",

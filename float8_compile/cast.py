@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from float8_compile.recipe import FLOAT8_DTYPES, Cast, Granularity
+from float8_compile.split import Across, shared_amax
 from float8_compile.tensor import Float8Tensor, Operand
 from float8_compile.torch_internals import at_most, guard_or_false, is_transformed, is_watched, saturate
 
@@ -96,8 +97,8 @@ def cast(x: Tensor, how: Cast, axis: int = -1) -> Tensor:
     return payload if scale is None else Float8Tensor(payload, scale, x.dtype)
 
 
-def cast_operand(x: Tensor, how: Cast, axis: int = -1) -> Operand:
-    """`cast`, in parts."""
+def cast_operand(x: Tensor, how: Cast, axis: int = -1, across: Across | None = None) -> Operand:
+    """`cast`, in parts. across: the ranks that hold parts of x."""
     if isinstance(x, Float8Tensor):
         varies = x.scale.dim() > 0 and not guard_or_false(x.scale.shape[axis] == 1)
         if how.dtype is not None and not varies:
@@ -105,7 +106,8 @@ def cast_operand(x: Tensor, how: Cast, axis: int = -1) -> Operand:
         x = x.dequantize()
     if how.dtype is None:
         return Operand(x)
-    scale = scale_from_amax(tensor_amax(x, how.granularity, axis), how.dtype, how.power_of_two)
+    amax = shared_amax(tensor_amax(x, how.granularity, axis), how, axis, across)
+    scale = scale_from_amax(amax, how.dtype, how.power_of_two)
     return Operand(saturating_cast(x, scale, how.dtype), scale, scale.reciprocal())
 
 

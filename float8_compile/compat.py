@@ -119,8 +119,6 @@ def is_linear_config(config: object) -> bool:
 
 def recipe_from_config(config: Any) -> Recipe:
     """The `Recipe` that a `Float8LinearConfig` describes, ours or torchao's. Raises ValueError where none does."""
-    if config.enable_fsdp_float8_all_gather:
-        raise ValueError("enable_fsdp_float8_all_gather=True: there is no float8 all-gather here yet; leave it False")
     power_of_two = config.round_scales_to_power_of_2
 
     def of(name: str, default: torch.dtype, override: str | None = None) -> Cast:
@@ -137,6 +135,7 @@ def recipe_from_config(config: Any) -> Recipe:
         grad_input=Gemm(g, other_w, config.gemm_config_grad_input.use_fast_accum),
         grad_weight=Gemm(other_g, other_x, config.gemm_config_grad_weight.use_fast_accum),
         emulate=config.emulate,
+        fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather,
     )
     return _named(recipe)
 
@@ -167,6 +166,7 @@ def _cast(config: Any, default: torch.dtype, power_of_two: bool) -> Cast:
 def _named(recipe: Recipe) -> Recipe:
     """The recipe under its preset's name, if it is one, so that reports say it."""
     for name in Recipe.names():
-        if replace(Recipe.from_name(name), emulate=recipe.emulate) == replace(recipe, name=name):
-            return replace(recipe, name=name)
+        named, gathered = replace(recipe, name=name), recipe.fsdp_float8_all_gather
+        if replace(Recipe.from_name(name), emulate=recipe.emulate, fsdp_float8_all_gather=gathered) == named:
+            return named
     return recipe

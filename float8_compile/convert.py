@@ -11,7 +11,7 @@ import contextlib
 import enum
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 from torch import nn
@@ -77,6 +77,7 @@ def convert_to_float8_training(
     recipe_of = _recipe_chooser(config)
     plan = [_planned(linear, fqn, recipe_of, module_filter_fn) for fqn, linear in _named_linears(module)]
     linears = dict(_named_linears(module))
+    plan = _without_gathers_of_shared_weights(module, plan, linears)
     chosen = {row.fqn: (linears[row.fqn], row.recipe) for row in plan if row.recipe is not None}
     recompute = _decide_recompute(recompute_weight_cast, weight_cast_budget, chosen)
     _warn_about(plan, module_filter_fn)
@@ -104,6 +105,10 @@ def convert_from_float8_training(module: nn.Module) -> nn.Module:
                 f"layer {fqn!r} is a {type(linear).__name__}, a subclass of Float8Linear, and would lose what that "
                 "adds: convert back before fully_shard, or take the layer out of the model"
             )
+        if isinstance(linear, Float8Linear) and linear.split is not None:
+            raise TypeError(f"layer {fqn!r} is split over ranks (tensor parallelism): convert back before that")
+        if isinstance(linear, Float8Linear) and linear.gather is not None and linear.gather.is_sharded:
+            raise TypeError(f"layer {fqn!r}: FSDP2 gathers its weight in float8: convert back before fully_shard")
     for _, linear in linears:
         vars(linear).pop(_SKIPPED, None)
         if isinstance(linear, Float8Linear):
@@ -157,6 +162,46 @@ def _planned(
             "config=dataclasses.replace(Recipe.from_name(...), emulate=True), or leave it out with module_filter_fn"
         )
     return row(recipe)
+
+
+def _without_gathers_of_shared_weights(
+    module: nn.Module, plan: list[ConversionRow], linears: dict[str, nn.Linear]
+) -> list[ConversionRow]:
+    """The plan, with float8 all-gathers only of weights that all who hold them multiply in the same float8.
+
+    A tied embedding looks its rows up in high precision, and a weight is gathered once.
+    """
+    if not any(row.recipe is not None and row.recipe.fsdp_float8_all_gather for row in plan):
+        return plan
+    casts = {
+        linears[row.fqn]: row.recipe.output.right if row.recipe.fsdp_float8_all_gather else None
+        for row in plan
+        if row.recipe is not None
+    }
+    wanted: dict[int, set[Any]] = {}
+    for holder in module.modules():
+        for parameter in vars(holder)["_parameters"].values():
+            wanted.setdefault(id(parameter), set()).add(casts.get(holder))  # type: ignore[call-overload]
+    sharded = {m for root in module.modules() if _is_fsdp(root) for m in root.modules()}
+
+    def settled(row: ConversionRow) -> ConversionRow:
+        linear = linears[row.fqn]
+        if row.recipe is None or not row.recipe.fsdp_float8_all_gather:
+            return row
+        if len(wanted[id(linear.weight)]) > 1:
+            return replace(row, recipe=replace(row.recipe, fsdp_float8_all_gather=False))
+        if linear in sharded and getattr(linear, "gather", None) is None:
+            raise ValueError(
+                f"layer {row.fqn!r} is sharded already, and FSDP2 asks for a float8 all-gather when it shards: convert "
+                "before fully_shard, or set fsdp_float8_all_gather=False"
+            )
+        return row
+
+    return [settled(row) for row in plan]
+
+
+def _is_fsdp(module: nn.Module) -> bool:
+    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
 
 
 def _recipe_chooser(config: Any) -> Callable[[nn.Linear, str], Recipe | None]:

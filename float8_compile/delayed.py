@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from float8_compile.cast import cast_operand, saturating_cast, scale_from_amax, tensor_amax
 from float8_compile.recipe import Cast, DelayedScaling
+from float8_compile.split import Across, shared_amax
 from float8_compile.storage import own_storage
 from float8_compile.tensor import Float8Tensor, Operand
 from float8_compile.torch_internals import is_transformed, mark_static_address, raise_to
@@ -214,13 +215,23 @@ class DelayedScale:
         self._view(scales, position)
 
 
-def cast_with(x: Tensor, how: Cast, delayed: DelayedScale | None, *, axis: int = -1, record: bool = False) -> Operand:
-    """`cast_operand(x, how, axis)`, with the scale of `delayed` where `how` is delayed; record: take the amax along.
+def cast_with(
+    x: Tensor,
+    how: Cast,
+    delayed: DelayedScale | None,
+    *,
+    axis: int = -1,
+    record: bool = False,
+    across: Across | None = None,
+) -> Operand:
+    """`cast_operand(x, how, axis, across)`, with the scale of `delayed` where `how` is delayed.
+
+    record: take the amax along.
 
     Under torch.func's transforms nothing is recorded: they allow no write to a tensor from outside.
     """
     if not how.is_delayed or delayed is None or isinstance(x, Float8Tensor):
-        return cast_operand(x, how, axis)
+        return cast_operand(x, how, axis, across)
     assert how.dtype is not None
     records = record and not is_transformed()
     amax = tensor_amax(x) if records or not delayed.calibrated else None
@@ -229,6 +240,7 @@ def cast_with(x: Tensor, how: Cast, delayed: DelayedScale | None, *, axis: int =
     if delayed.calibrated or amax is None:
         scale, unscale = delayed.scale, delayed.unscale
     else:
+        amax = shared_amax(amax, how, axis, across)
         scale = scale_in_use(scale_from_amax(amax, how.dtype, how.power_of_two), delayed.scale)
         unscale = scale.reciprocal()
     return Operand(saturating_cast(x, scale, how.dtype, foreign=True), scale, unscale)

@@ -1,4 +1,4 @@
-"""Delayed scales and a cached weight as parts of their layer: made with its recipe, moved, copied and loaded with it.
+"""Delayed scales, a cached and a gathered weight as parts of their layer: made, moved, copied and loaded with it.
 
 In a checkpoint they go by the names that float8_experimental gave them: `fp8_amax_input`, `fp8_amax_history_input`,
 `fp8_scale_input`, the same for `grad_output`, and `fp8_scale_weight`: plain float32 tensors.
@@ -18,7 +18,9 @@ from float8_compile.cached_weight import CachedWeight
 from float8_compile.cast import scale_from_amax, tensor_amax
 from float8_compile.delayed import ROLES, DelayedScale
 from float8_compile.delayed_step import adopt, give_scales, scales_of, watch
+from float8_compile.gathered_weight import WeightGather, gather_of
 from float8_compile.recipe import Recipe
+from float8_compile.split import Split
 
 PREFIX = "fp8_"
 STATE_KEYS = frozenset(f"{PREFIX}{name}_{role}" for name in ("amax", "amax_history", "scale") for role in ROLES)
@@ -28,12 +30,16 @@ class ScaledLinear(nn.Linear):
     """An `nn.Linear` with a recipe, and with a `DelayedScale` for each role that the recipe delays, else None.
 
     cached_weight: the weight's cast, where `cache_weight_casts` made one. It is no state: no copy and no file has it.
+    gather: how FSDP2 gathers the weight in float8, where the recipe wants it.
+    split: how tensor parallelism has split the weight, where it has.
     """
 
     input_scale: DelayedScale | None
     grad_output_scale: DelayedScale | None
     weight_scale: DelayedScale | None
     cached_weight: CachedWeight | None
+    gather: WeightGather | None
+    split: Split | None
     _recipe: Recipe
 
     @property
@@ -44,6 +50,7 @@ class ScaledLinear(nn.Linear):
 
     @recipe.setter
     def recipe(self, recipe: Recipe) -> None:
+        self.have_gathered(recipe)
         give_scales([self], [recipe])
         self._recipe = recipe
         if self.cached_weight is not None:
@@ -54,6 +61,21 @@ class ScaledLinear(nn.Linear):
         if self.cached_weight is not None:
             self.cached_weight.release()
         self.cached_weight = cast
+
+    def have_gathered(self, recipe: Recipe) -> None:
+        """Have FSDP2 gather the weight as this recipe wants; RuntimeError where it has the weight already otherwise."""
+        cast = recipe.output.right if recipe.fsdp_float8_all_gather else None
+        if self.gather is not None and self.gather.cast != cast:
+            self.gather.release(self)
+            self.gather = None
+        if self.gather is None and cast is not None:
+            self.gather = gather_of(self, cast)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As in nn.Module; what tensor parallelism or a user puts in the weight's place is gathered as that was."""
+        super().register_parameter(name, param)
+        if name == "weight" and vars(self).get("gather") is not None:
+            vars(self)["gather"].bind(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """`.to()`, `.bfloat16()`, `to_empty` and so on: scales follow the weight's device, and stay float32."""
@@ -78,6 +100,8 @@ class ScaledLinear(nn.Linear):
             scale.place(self.weight.device)
         if self.cached_weight is not None:
             self.cached_weight.bind(self.weight)  # type: ignore[arg-type]
+        if self.gather is not None:
+            self.gather.bind(self)
         if scales:
             adopt(self)
             if any(now is not was for now, was in zip(self.parameters(), before, strict=False)):
@@ -92,10 +116,11 @@ class ScaledLinear(nn.Linear):
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "cached_weight": None}
+        return {**vars(self), "cached_weight": None, "gather": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.have_gathered(self._recipe)
         if scales_of(self):
             adopt(self)
             watch(self)

@@ -22,15 +22,20 @@ from torch import Tensor, nn
 
 from float8_compile import gemm
 from float8_compile.cast import saturating_cast
+from float8_compile.collectives import GatherTokens, gather_operand, gather_tokens, sum_over
 from float8_compile.delayed import DelayedScale, cast_with
 from float8_compile.delayed_step import give_scales
+from float8_compile.gathered_weight import high_precision
 from float8_compile.gradient_slice import GradientSlice, slice_of
 from float8_compile.layer_scales import ScaledLinear
-from float8_compile.recipe import Recipe
-from float8_compile.recompute import cast_weight
-from float8_compile.tensor import Float8Tensor, Operand
+from float8_compile.recipe import HIGH_PRECISION, Gemm, Recipe
+from float8_compile.recompute import cast_weight, gathered_weight
+from float8_compile.split import Exchange, ways_split
+from float8_compile.tensor import Float8Tensor, Operand, dequantized
 from float8_compile.torch_internals import apply_function, is_nested_transform, transforms_are_active
 
+_PLAIN = Gemm(HIGH_PRECISION, HIGH_PRECISION)
+_HIGH_PRECISION = Recipe(_PLAIN, _PLAIN, _PLAIN, name="high precision")
 HIGH_PRECISION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -72,6 +77,8 @@ class Float8Linear(ScaledLinear):
 
     def become_plain(self) -> None:
         """Become an `nn.Linear` again, the same object."""
+        if self.gather is not None:
+            self.gather.release(self)
         self.hold(None)
         self.__class__ = nn.Linear  # type: ignore[assignment]
         for name in _ATTRIBUTES:
@@ -83,36 +90,68 @@ class Float8Linear(ScaledLinear):
         Raises TypeError for a dtype other than bfloat16, float16 and float32, ValueError for a last dimension
         other than K.
         """
-        if not self.enabled:
-            return super().forward(input)
-        self._check(input)
+        w_NK, bias, split = *self._local_parameters(), self.split
+        if not self.enabled and split is None:
+            return nn.functional.linear(input, high_precision(w_NK), bias)
+        self._check(input, w_NK.shape[1])
         device = input.device.type
         autocast = device != "meta" and torch.is_autocast_enabled(device)
         x = input.to(torch.get_autocast_dtype(device)) if autocast else input
-        x_MK = x if x.dim() == 2 else x.reshape(-1, self.in_features)
-        w_NK, recipe = self.weight, self._recipe
+        x_MK = x if x.dim() == 2 else x.reshape(-1, w_NK.shape[1])
         records = self.calibrating or (self.training and torch.is_grad_enabled())
+        recipe = self._recipe if self.enabled else _HIGH_PRECISION
+        sums_x_grad = split is not None and split.axis == 0 and not isinstance(x, Float8Tensor)
+        blocks = 1 if split is None else split.blocks(x)
+        gathers_x = split is not None and split.gathers_input
+        if split is not None and gathers_x and not recipe.reads_input_in_float8:
+            x_MK, gathers_x, sums_x_grad = GatherTokens.apply(x_MK, split.group, blocks), False, False
         with torch.no_grad():
-            x8 = cast_with(x_MK, recipe.output.left, self.input_scale, record=records)
-        # In eval the weights may be another's (an average, a checkpoint copied in): no optimizer step would tell.
-        weight_scale = self.weight_scale if self.training else None
-        # A transform allows no write to the buffers, and compiled it loses what backward saves of them.
-        cached = self.cached_weight if self.training and not transforms_are_active() else None
-        is_cached = cached is not None and cached.holds(w_NK)
-        if cached is not None and is_cached:
-            w8, kept_w8 = cached.operands()
-        else:
-            w8, kept_w8 = cast_weight(
-                w_NK, recipe, self.recompute_weight_cast, read_by_backward=x.requires_grad, delayed=weight_scale
-            )
+            of_x = ways_split(split)[0]
+            x8 = cast_with(x_MK, recipe.output.left, self.input_scale, record=records, across=of_x)
+            if split is not None and gathers_x:
+                x8 = gather_operand(x8, split.group, blocks)
+        w8, kept_w8, kept_as_it_is = self._cast_weight(w_NK, recipe, read_by_backward=x.requires_grad)
         keeps_w8 = kept_w8 is w8
         other_w8 = None if keeps_w8 else kept_w8
-        state = _State(self.input_scale, self.grad_output_scale, weight_scale, records, slice_of(w_NK))
-        operands = *_float8(x8), *_float8(w8), *_float8(other_w8)
-        y_MN = apply_function(_Linear, x_MK, w_NK, self.bias, *operands, keeps_w8, is_cached, recipe, state)
-        return y_MN if x.dim() == 2 else y_MN.view(*x.shape[:-1], self.out_features)
+        weight_scale = self.weight_scale if self.training else None
+        exchange = None if split is None else Exchange(split, blocks, gathers_x, sums_x_grad)
+        state = _State(self.input_scale, self.grad_output_scale, weight_scale, records, slice_of(w_NK), exchange)
+        operands = *_float8(x8), *_float8(w8), *_float8(other_w8, w8)
+        y_MN = apply_function(_Linear, x_MK, w_NK, bias, *operands, keeps_w8, kept_as_it_is, recipe, state)
+        if x.dim() == 2:
+            return y_MN
+        tokens = list(x.shape[:-1])
+        if split is not None and split.tokens is not None:
+            tokens[split.tokens] = -1
+        return y_MN.view(*tokens, y_MN.shape[-1])
 
-    def _check(self, x: Tensor) -> None:
+    def _cast_weight(
+        self, w_NK: Tensor, recipe: Recipe, read_by_backward: bool
+    ) -> tuple[Operand, Operand | None, bool]:
+        """The weight as `output` multiplies it, what backward is handed, and whether that is kept as it is."""
+        of_w = ways_split(self.split)[1]
+        # A transform allows no write to the buffers, and compiled it loses what backward saves of them.
+        cached = self.cached_weight if self.training and not transforms_are_active() else None
+        if cached is not None and cached.holds(w_NK):
+            # Alive anyway, and as backward reads it if a copy of that may be kept.
+            return *cached.operands(), True
+        if self.gather is not None and recipe.output.is_float8:
+            w8 = self.gather.operand(self._gathered(w_NK))
+            w8, kept_w8 = gathered_weight(w_NK, w8, recipe, self.recompute_weight_cast, read_by_backward, of_w)
+            return w8, kept_w8, self.recompute_weight_cast  # FSDP2's buffer, empty between forward and backward
+        # In eval the weights may be another's (an average, a checkpoint copied in): no optimizer step would tell.
+        delayed = self.weight_scale if self.training else None
+        return *cast_weight(w_NK, recipe, self.recompute_weight_cast, read_by_backward, delayed, of_w), False
+
+    def _local_parameters(self) -> tuple[Tensor, Tensor | None]:
+        """This rank's part of the weight and of the bias, where tensor parallelism has split them."""
+        if self.split is None:
+            return self.weight, self.bias
+        weight: Any = self.weight
+        bias: Any = self.bias
+        return weight.to_local(), None if bias is None else bias.to_local()
+
+    def _check(self, x: Tensor, in_features: int) -> None:
         if x.is_cuda and not torch.compiler.is_compiling():
             _warn_eager()
         if x.dtype not in HIGH_PRECISION_DTYPES:
@@ -120,12 +159,21 @@ class Float8Linear(ScaledLinear):
                 f"{self._name()}: the input is {x.dtype}, but float8 GEMMs give bfloat16, float16 or float32; "
                 "cast the input, or leave this layer out with module_filter_fn"
             )
-        if x.dim() == 0 or x.shape[-1] != self.in_features:
+        if x.dim() == 0 or x.shape[-1] != in_features:
             last = x.shape[-1] if x.dim() else "missing"
             raise ValueError(
                 f"{self._name()}: the input's last dimension is {last} in {tuple(x.shape)}, "
-                f"but in_features is {self.in_features}"
+                f"but in_features is {in_features}"
             )
+
+    def _gathered(self, weight: Tensor) -> Float8Tensor:
+        if isinstance(weight, Float8Tensor):
+            return weight
+        raise RuntimeError(
+            f"{self._name()}: its recipe has fsdp_float8_all_gather=True, but FSDP2 has not gathered its weight, which "
+            f"is a {type(weight).__name__}: call fully_shard on the converted model, or on what holds this layer; in "
+            "one process, under DDP or FSDP1 leave fsdp_float8_all_gather=False"
+        )
 
     def _name(self) -> str:
         return f"Float8Linear {self.fqn!r}" if self.fqn else "Float8Linear"
@@ -145,6 +193,8 @@ _ATTRIBUTES = (
     "grad_output_scale",
     "weight_scale",
     "cached_weight",
+    "gather",
+    "split",
 )
 
 
@@ -159,6 +209,9 @@ def become_float8(
             assert isinstance(linear, Float8Linear)
         linear._recipe, linear.fqn = recipe, fqn
         linear.recompute_weight_cast, linear.enabled, linear.calibrating = recompute_weight_cast, True, False
+        vars(linear).setdefault("gather", None)
+        vars(linear).setdefault("split", None)
+        linear.have_gathered(recipe)
         if (cached := vars(linear).setdefault("cached_weight", None)) is not None:
             cached.fit(recipe)
     give_scales(linears, recipes)
@@ -186,29 +239,32 @@ class _Linear(torch.autograd.Function):
         other_scale: Tensor | None,
         other_unscale: Tensor | None,
         keeps_w8: bool,
-        is_cached: bool,
+        kept_as_it_is: bool,
         recipe: Recipe,
         state: _State,
     ) -> Tensor:
         x8 = Operand(x_MK) if x_payload is None else Operand(x_payload, x_scale, x_unscale)
         w8 = Operand(w_NK) if w_payload is None else Operand(w_payload, w_scale, w_unscale)
         y_MN = gemm.output(x8, w8, x_MK.dtype, fast_accum=recipe.output.fast_accum, emulate=recipe.emulate)
+        if state.exchange is not None:
+            y_MN = state.exchange.output(y_MN)
         return y_MN if bias is None else y_MN + bias.to(y_MN.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x_MK, w_NK, bias, *operands, keeps_w8, is_cached, recipe, state = inputs
+        x_MK, w_NK, bias, *operands, keeps_w8, kept_as_it_is, recipe, state = inputs
         x8, w8, other_w8 = Operand(*operands[:3]), Operand(*operands[3:6]), Operand(*operands[6:])
         ctx.recipe, ctx.state, ctx.x_dtype, ctx.w_dtype = recipe, state, x_MK.dtype, w_NK.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         kept = w8 if keeps_w8 else other_w8
         ctx.casts_w_again = kept.payload is None
         x_saved = (x8.payload, x8.unscale) if recipe.casts_input_once else (x_MK, None)
+        if not recipe.casts_input_once and state.exchange is not None and state.exchange.gathers_x:
+            x_saved = x8.payload, x8.scale  # x_MK are this rank's tokens only
         w_saved: tuple[Tensor | None, ...]
         if not ctx.casts_w_again:
-            # A cached one is alive anyway, and as backward reads it if a copy of that may be kept.
-            payload = kept.payload if is_cached else gemm.stored_transposed(kept.payload)
-            w_saved = payload, None, kept.unscale
+            payload = kept.payload if kept_as_it_is else gemm.stored_transposed(kept.payload)
+            w_saved = payload, None, w8.unscale if kept.unscale is None else kept.unscale
         elif recipe.casts_weight_once:  # with forward's scale: a weight's amax is taken once a step
             w_saved = w_NK, w8.scale, w8.unscale
         else:
@@ -227,37 +283,57 @@ class _Linear(torch.autograd.Function):
         recipe, state, emulate = ctx.recipe, ctx.state, ctx.recipe.emulate
         x_needs_grad, w_needs_grad, bias_needs_grad = ctx.needs_input_grad[:3]
         x_grad = w_grad = bias_grad = g8 = None
+        exchange = state.exchange
+        of_x, of_w, of_g = ways_split(None if exchange is None else exchange.split)
+        own_g_MN = g_MN
+        if exchange is not None and exchange.split.gathers_gradient:
+            if recipe.reads_gradient_in_float8:
+                g8 = cast_with(g_MN, recipe.grad_input.left, state.grad_output, record=state.records, across=of_g)
+                g8 = gather_operand(g8, exchange.split.group, exchange.blocks)
+                assert g8.scale is not None
+                g_MN = dequantized(g8.payload, g8.scale, g_MN.dtype)
+            else:
+                g_MN = gather_tokens(g_MN, exchange.split.group, exchange.blocks)
+            of_g = None
         if x_needs_grad:
             how = recipe.grad_input
-            g8 = cast_with(g_MN, how.left, state.grad_output, record=state.records)
+            if g8 is None:
+                g8 = cast_with(g_MN, how.left, state.grad_output, record=state.records, across=of_g)
             if not ctx.casts_w_again:
                 w8 = Operand(w_saved, None, w_unscale)
             elif recipe.casts_weight_once:
                 payload = saturating_cast(w_saved, w_scale, how.right.dtype, foreign=how.right.is_delayed)
                 w8 = Operand(payload, w_scale, w_unscale)
             else:
-                w8 = cast_with(w_saved, how.right, state.weight, axis=0)
+                w8 = cast_with(w_saved, how.right, state.weight, axis=0, across=of_w)
             x_grad = gemm.grad_input(g8, w8, ctx.x_dtype, fast_accum=how.fast_accum, emulate=emulate)
+            if exchange is not None:
+                x_grad = exchange.input_gradient(x_grad)
         if w_needs_grad:
             how = recipe.grad_weight
             if g8 is None or not recipe.casts_gradient_once:
-                g8 = cast_with(g_MN, how.left, state.grad_output, axis=0, record=state.records)
+                g8 = cast_with(g_MN, how.left, state.grad_output, axis=0, record=state.records, across=of_g)
             if recipe.casts_input_once:
                 x8 = Operand(x_saved, None, x_unscale)
             else:
-                x8 = cast_with(x_saved, how.right, state.input, axis=0, record=state.records)
+                if exchange is not None and exchange.gathers_x:
+                    x_saved, of_x = dequantized(x_saved, x_unscale, ctx.x_dtype), None
+                x8 = cast_with(x_saved, how.right, state.input, axis=0, record=state.records, across=of_x)
             w_grad = gemm.grad_weight(g8, x8, ctx.w_dtype, fast_accum=how.fast_accum, emulate=emulate)
             if state.weight_gradient is not None:
                 state.weight_gradient.add(w_grad)
                 w_grad = None
         if bias_needs_grad:
-            g_MN = g_MN.dequantize() if isinstance(g_MN, Float8Tensor) else g_MN
+            g_MN = own_g_MN.dequantize() if isinstance(own_g_MN, Float8Tensor) else own_g_MN
             if state.records and state.grad_output is not None and torch.compiler.is_compiling():
                 # Never true, but so the sum comes after the amax. As its sibling Inductor would put it into the kernel
                 # that casts, whose loop over rows then stores the transposed cast uncoalesced: six times the sectors.
                 g_MN = torch.where(state.grad_output.amax < 0, 0.0, g_MN)
             # contiguous: the order of a sum depends on strides, and a compiled backward gets a contiguous gradient
-            bias_grad = g_MN.contiguous().sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+            bias_grad = g_MN.contiguous().sum(0, dtype=torch.float32)
+            if exchange is not None and exchange.split.gathers_gradient:
+                bias_grad = sum_over(bias_grad, exchange.split.group)
+            bias_grad = bias_grad.to(ctx.bias_dtype)
         return x_grad, w_grad, bias_grad, *[None] * 13
 
     @staticmethod
@@ -269,18 +345,25 @@ class _Linear(torch.autograd.Function):
 
 
 class _State(NamedTuple):
-    """A layer's delayed scales by role, whether this call records amaxes in them, where its weight's gradient goes."""
+    """A layer's delayed scales by role, whether this call records amaxes in them, where its weight's gradient goes, and
+    what it exchanges with other ranks."""
 
     input: DelayedScale | None
     grad_output: DelayedScale | None
     weight: DelayedScale | None
     records: bool
     weight_gradient: GradientSlice | None
+    exchange: Exchange | None
 
 
-def _float8(operand: Operand | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The parts of a float8 operand. None for high precision: Dynamo takes no tensor twice into one Function."""
-    return (None, None, None) if operand is None or operand.scale is None else operand
+def _float8(
+    operand: Operand | None, other: Operand | None = None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The parts of a float8 operand. None for what is another argument: Dynamo takes no tensor twice into one Function.
+    That is a high-precision operand, and a scale of the other cast of the same weight."""
+    if operand is None or operand.scale is None:
+        return None, None, None
+    return (operand.payload, None, None) if other is not None and operand.scale is other.scale else operand
 
 
 @cache

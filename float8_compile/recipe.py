@@ -159,9 +159,12 @@ class Recipe:
     emulate: multiply in float32 instead of calling the float8 GEMM, for GPUs that have none.
     name: what reports and `repr` call it.
     delayed: how the scales of delayed casts move.
+    fsdp_float8_all_gather: under FSDP2 (`fully_shard`, after conversion) the weight is gathered as `output` casts it:
+        one byte an element. What `grad_input` casts otherwise (`rowwise`) is cast from that, which under powers of two
+        rounds no second time, but for numbers that are subnormal in one of the two.
 
     Raises TypeError for fields of other types, and ValueError where the two casts of one tensor are both delayed and
-    differ (it has one scale), or where `delayed` is given and no cast is.
+    differ (it has one scale), where `delayed` is given and no cast is, or where there is no float8 weight to gather.
     """
 
     output: Gemm
@@ -170,6 +173,7 @@ class Recipe:
     emulate: bool = False
     name: str = "custom"
     delayed: DelayedScaling = DelayedScaling()
+    fsdp_float8_all_gather: bool = False
 
     def __post_init__(self) -> None:
         _check_type(self, ("output", "grad_input", "grad_weight"), Gemm)
@@ -180,6 +184,12 @@ class Recipe:
                     f"Recipe: the {role} is cast as {first} and as {second}, but has one delayed scale: make the two "
                     "equal, or one of them dynamic"
                 )
+        _check_type(self, ("emulate", "fsdp_float8_all_gather"), bool)
+        if self.fsdp_float8_all_gather and self.output.right.dtype is None:
+            raise ValueError(
+                "Recipe(fsdp_float8_all_gather=True): `output` is in high precision, so there is no float8 weight to "
+                "gather; leave it False"
+            )
         if self.delayed != DelayedScaling() and not any(map(self.delayed_cast, self._casts())):
             raise ValueError(f"Recipe(delayed={self.delayed}): no cast of it has scaling='delayed'")
 
@@ -191,13 +201,28 @@ class Recipe:
         }
 
     def delayed_cast(self, role: str) -> Cast | None:
-        """The delayed cast of the "input", "weight" or "grad_output", or None where neither of its two is delayed."""
+        """The delayed cast of the "input", "weight" or "grad_output", or None where neither of its two is delayed.
+
+        A weight that FSDP2 gathers in float8 has its exact scale from there, whatever its cast says.
+        """
+        if role == "weight" and self.fsdp_float8_all_gather:
+            return None
         return next((cast for cast in self._casts()[role] if cast.is_delayed), None)
 
     @property
     def is_float8(self) -> bool:
         """Whether any of the three runs in float8."""
         return self.output.is_float8 or self.grad_input.is_float8 or self.grad_weight.is_float8
+
+    @property
+    def reads_input_in_float8(self) -> bool:
+        """Whether all GEMMs that read the input do, so that it may be sent in float8."""
+        return self.output.is_float8 and self.grad_weight.is_float8
+
+    @property
+    def reads_gradient_in_float8(self) -> bool:
+        """Whether all GEMMs that read the output's gradient do, so that it may be sent in float8."""
+        return self.grad_input.is_float8 and self.grad_weight.is_float8
 
     @property
     def casts_input_once(self) -> bool:
@@ -229,7 +254,10 @@ class Recipe:
             raise ValueError(f"unknown recipe {name!r}: the recipes are {known}") from None
 
     def __str__(self) -> str:
-        return self.name if self.name != "custom" else f"{self.output} | {self.grad_input} | {self.grad_weight}"
+        gathered = " + float8 all-gather" if self.fsdp_float8_all_gather else ""
+        if self.name != "custom":
+            return self.name + gathered
+        return f"{self.output} | {self.grad_input} | {self.grad_weight}{gathered}"
 
 
 def _one_cast(first: Cast, second: Cast) -> bool:

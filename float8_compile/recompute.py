@@ -43,7 +43,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from float8_compile.cast import saturating_cast, scale_from_amax, tensor_amax
 from float8_compile.delayed import DelayedScale, cast_with, scale_in_use
+from float8_compile.gemm import stored_transposed
 from float8_compile.recipe import FLOAT8_DTYPES, Cast, Recipe
+from float8_compile.split import Across, shared_amax
 from float8_compile.tensor import Float8Tensor, Operand
 from float8_compile.torch_internals import guard_or_false
 
@@ -74,39 +76,77 @@ def sac_save_ops() -> frozenset[Any]:
 
 
 def cast_weight(
-    w: Tensor, recipe: Recipe, recompute: bool, read_by_backward: bool, delayed: DelayedScale | None = None
+    w: Tensor,
+    recipe: Recipe,
+    recompute: bool,
+    read_by_backward: bool,
+    delayed: DelayedScale | None = None,
+    across: Across | None = None,
 ) -> tuple[Operand, Operand | None]:
     """The weight (N, K) as `output` multiplies it, and the cast of it that backward is handed.
 
     The second is None where backward casts the weight by itself or has no use for it (`read_by_backward` False:
     the input needs no gradient), and the first one again where one cast serves both GEMMs. Under Dynamo backward is
     always handed the cast: there the tag on it decides what becomes of it.
+
+    across: the ranks that hold parts of the weight.
     """
     traced = torch.compiler.is_dynamo_compiling()
     handed_on = read_by_backward and torch.is_grad_enabled() and (traced or not recompute)
     if recipe.casts_weight_once:
-        w8 = _cast_tagged(w, recipe.output.right, delayed, recompute)
+        w8 = _cast_tagged(w, recipe.output.right, delayed, recompute, across=across)
         return w8, w8 if handed_on else None
-    w8 = _cast_tagged(w, recipe.output.right, delayed, recompute=True)
+    w8 = _cast_tagged(w, recipe.output.right, delayed, recompute=True, across=across)
     if not handed_on or not recipe.grad_input.is_float8:
         return w8, None
-    other_w8 = _cast_tagged(w, recipe.grad_input.right, delayed, recompute, axis=0)
+    other_w8 = _cast_tagged(w, recipe.grad_input.right, delayed, recompute, axis=0, across=across)
     if traced and not recompute:
         w8 = _needed_in_forward(w8, other_w8)
     return w8, other_w8
 
 
-def _cast_tagged(w: Tensor, how: Cast, delayed: DelayedScale | None, recompute: bool, axis: int = -1) -> Operand:
+def gathered_weight(
+    w: Tensor, w8: Operand, recipe: Recipe, recompute: bool, read_by_backward: bool, across: Across | None = None
+) -> tuple[Operand, Operand | None]:
+    """`cast_weight` for a weight that FSDP2 has gathered in float8, `w8` its parts.
+
+    To recompute is to gather again: nothing is kept but FSDP2's own buffer, which is empty until backward fills it. To
+    keep is a copy of that.
+    """
+    traced = torch.compiler.is_dynamo_compiling()
+    if not (read_by_backward and torch.is_grad_enabled() and recipe.grad_input.is_float8):
+        return w8, None
+    if recipe.casts_weight_once:
+        if not traced:
+            return w8, w8
+        other_w8 = Operand(_tagged(recompute, _stored_transposed, w8.payload), w8.scale, w8.unscale)
+    elif recompute and not traced:
+        return w8, None
+    else:
+        with torch.no_grad():
+            high = Float8Tensor.dequantize(w)  # type: ignore[arg-type]
+        other_w8 = _cast_tagged(high, recipe.grad_input.right, None, recompute, axis=0, across=across)
+    return w8 if recompute or not traced else _needed_in_forward(w8, other_w8), other_w8
+
+
+@torch.no_grad()
+def _stored_transposed(payload: Tensor) -> Tensor:
+    return stored_transposed(payload)
+
+
+def _cast_tagged(
+    w: Tensor, how: Cast, delayed: DelayedScale | None, recompute: bool, axis: int = -1, across: Across | None = None
+) -> Operand:
     """`cast_with(w, how, delayed)`, tagged under Dynamo so that backward keeps or recomputes it."""
     taggable = torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled()
     if how.dtype is None or isinstance(w, Float8Tensor) or not taggable:
         with torch.no_grad():
-            return cast_with(w, how, delayed, axis=axis)
+            return cast_with(w, how, delayed, axis=axis, across=across)
     stored = delayed if how.is_delayed else None
     if stored is not None and stored.calibrated:
         return Operand(_tagged(recompute, _cast, w, stored.scale, how), stored.scale, stored.unscale)
     with torch.no_grad():
-        amax = tensor_amax(w, how.granularity, axis, produced=False)
+        amax = shared_amax(tensor_amax(w, how.granularity, axis, produced=False), how, axis, across)
     return Operand(*_tagged(recompute, _cast_and_scale, w, amax, how, None if stored is None else stored.scale))
 
 
@@ -151,6 +191,10 @@ def _policy(recompute: bool, _: Any, op: Any, *args: Any, **kwargs: Any) -> Chec
             return CheckpointPolicy.MUST_RECOMPUTE if recompute else CheckpointPolicy.MUST_SAVE
         if args[0].dtype is torch.float64:  # the scale: a few bytes that spare the amax
             return CheckpointPolicy.MUST_SAVE
+    if op is torch.ops.aten.clone.default and not recompute:  # of a gathered weight, into backward's layout
+        return CheckpointPolicy.MUST_SAVE
+    if op in (torch.ops.aten.clone.default, torch.ops.aten.t.default) and recompute:  # else its view would be saved
+        return CheckpointPolicy.MUST_RECOMPUTE
     if op is torch.ops.aten.reciprocal.default or (op is torch.ops.aten.where.self and args[0].dim() == 0):
         return CheckpointPolicy.MUST_SAVE
     # The steps in between are left to the partitioner, which takes PREFER_SAVE for no tag at all. Tagged as

@@ -32,6 +32,12 @@ class Operand(NamedTuple):
     unscale: Tensor | None = None
 
 
+def dequantized(payload: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """See `Float8Tensor.dequantize`."""
+    largest = torch.finfo(dtype).max
+    return (payload.float() / scale).clamp(-largest, largest).to(dtype)
+
+
 class Float8Tensor(Tensor):
     """`payload / scale`, of any shape.
 
@@ -63,8 +69,7 @@ class Float8Tensor(Tensor):
 
         Saturating: a number near the dtype's largest may have been rounded beyond it.
         """
-        largest = torch.finfo(self.dtype).max
-        return (self.payload.float() / self.scale).clamp(-largest, largest).to(self.dtype)
+        return dequantized(self.payload, self.scale, self.dtype)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         name = str(self.payload.dtype).removeprefix("torch.")
@@ -122,6 +127,18 @@ def _view(func: Callable[..., Tensor], t: Float8Tensor, shape: list[int]) -> Flo
     return Float8Tensor(payload, func(t.scale, [*payload.shape[:-1], 1]), t.dtype)
 
 
+def _as_strided(func: Callable[..., Tensor], t: Float8Tensor, size: list[int], stride: list[int], *args: Any) -> Tensor:
+    """FSDP2 cuts the padding off a gathered weight with it: the first rows of it, all as they are."""
+    if list(stride) != list(t.stride()) or any(args):
+        raise NotImplementedError(f"{func} to strides {stride} is not defined for a Float8Tensor: use a view")
+    scale = t.scale if t.scale.dim() == 0 else t.scale[: size[0]]
+    return Float8Tensor(func(t.payload, size, stride), scale, t.dtype)
+
+
+def _zeros_like(func: Callable[..., Tensor], t: Float8Tensor, **kwargs: Any) -> Tensor:
+    return torch.zeros(t.shape, dtype=kwargs.get("dtype") or t.dtype, device=t.device)
+
+
 def _to_copy(
     func: Callable[..., Tensor], t: Float8Tensor, *, dtype: torch.dtype | None = None, **kwargs: Any
 ) -> Tensor:
@@ -132,6 +149,7 @@ def _to_copy(
 
 _OPS: dict[Any, Callable[..., Any]] = {
     aten.alias.default: _both,
+    aten.as_strided.default: _as_strided,
     aten.clone.default: _both,
     aten.detach.default: _both,
     aten.permute.default: _transpose,
@@ -140,6 +158,7 @@ _OPS: dict[Any, Callable[..., Any]] = {
     aten.view.default: _view,
     aten._unsafe_view.default: _view,
     aten._to_copy.default: _to_copy,
+    aten.zeros_like.default: _zeros_like,
 }
 
 # torch.load(weights_only=True) builds only what it is told to trust.

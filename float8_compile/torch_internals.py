@@ -24,6 +24,7 @@ __all__ = [
     "apply_function",
     "at_most",
     "break_graph_if_written",
+    "copy_all",
     "disabled_torch_function",
     "foreach_amax",
     "guard_or_false",
@@ -31,8 +32,10 @@ __all__ = [
     "is_nested_transform",
     "is_transformed",
     "is_watched",
+    "local_part",
     "make_wrapper",
     "mark_static_address",
+    "put_local_part",
     "raise_to",
     "run_watched",
     "saturate",
@@ -40,7 +43,9 @@ __all__ = [
     "statically_known_true",
     "transforms_are_active",
     "with_own_code",
+    "without_dispatch",
     "without_modes",
+    "without_subclass",
 ]
 
 
@@ -140,6 +145,48 @@ def foreach_amax(tensors: list[Tensor]) -> list[Tensor]:
     torch._foreach_norm: what torch.nn.utils' gradient clipping and torchao use; no foreach op has a public name.
     """
     return list(torch._foreach_norm(tensors, math.inf, dtype=torch.float32))
+
+
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Each source into its target, in one call.
+
+    torch._foreach_copy_: see `foreach_amax`.
+    """
+    torch._foreach_copy_(targets, sources)
+
+
+def local_part(tensor: Tensor) -> Tensor | None:
+    """What this rank holds of a DTensor, the object itself; None of any other tensor.
+
+    DTensor._local_tensor: `to_local()` gives another object, without what is written on this one, and without which
+    FSDP2 does not ask it for a float8 all-gather: FSDPParam reads `_local_tensor` too. Delete when FSDP2 takes its
+    extension from elsewhere.
+    """
+    return getattr(tensor, "_local_tensor", None)
+
+
+def put_local_part(tensor: Tensor, local: Tensor) -> None:
+    """Have a DTensor hold this tensor of the same numbers. See `local_part`; FSDP2 does the same when it pads."""
+    tensor._local_tensor = local  # type: ignore[attr-defined]
+
+
+def without_subclass(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`function(*args, **kwargs)` from a `__torch_function__`, which it does not come back to; results are plain.
+
+    torch._C.DisableTorchFunctionSubclass: what `Tensor.__torch_function__` is made of, in "Extending PyTorch".
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        return function(*args, **kwargs)
+
+
+def without_dispatch(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`function(*args, **kwargs)` from a `__torch_dispatch__`, which it does not come back to; results are plain.
+
+    torch._C._DisableTorchDispatch: a subclass with a storage of its own has no inner tensor to go on with. Delete when
+    FSDP2 takes its extension from elsewhere.
+    """
+    with torch._C._DisableTorchDispatch():
+        return function(*args, **kwargs)
 
 
 def raise_to(running: Tensor, amax: Tensor) -> None:

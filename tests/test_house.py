@@ -32,12 +32,15 @@ ORDER = [
     "gradient_slice",
     "recipe",
     "tensor",
+    "collectives",
+    "split",
     "cast",
     "gemm",
     "after_step",
     "delayed",
     "delayed_step",
     "cached_weight",
+    "gathered_weight",
     "layer_scales",
     "recompute",
     "linear",
@@ -52,7 +55,10 @@ ORDER = [
     "convert",
     "report",
     "distributed.flat_gradients",
+    "distributed.tensor_parallel",
     "distributed.__init__",
+    "integrations.__init__",
+    "integrations.torchtitan",
     "preview.result",
     "preview.targets",
     "preview.__init__",
@@ -253,7 +259,7 @@ def is_private(name: str) -> bool:
 
 
 # torch's private names for what trains, and for a preview: what stands in for a GPU, and Inductor.
-STRANGE = ("torch_internals", "preview.device", "preview.inductor")
+STRANGE = ("torch_internals", "collectives", "preview.device", "preview.inductor")
 
 EXCEPTIONS = {
     "tensor": [".item()"],  # the scale in `repr`, which no graph traces
