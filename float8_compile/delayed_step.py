@@ -15,6 +15,7 @@ import contextlib
 import itertools
 import warnings
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -32,6 +33,7 @@ UNSEEN_BACKWARDS = 20
 
 _alive: weakref.WeakValueDictionary[int, DelayedScales] = weakref.WeakValueDictionary()  # in order, as on every rank
 _serial_numbers = itertools.count()
+_alike: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()  # by group: what was checked
 
 
 def scales_of(layer: nn.Module) -> dict[str, DelayedScale]:
@@ -169,11 +171,34 @@ def _reduced(moving: Sequence[_Moving]) -> list[Tensor]:
     for (group, _), numbers in together.items():
         if torch.distributed.get_world_size(group) > 1:
             vector = torch.cat([amaxes[number] for number in numbers])
+            _check_alike(group, vector, [layer for number in numbers for layer in moving[number].held])
             torch.distributed.all_reduce(vector, torch.distributed.ReduceOp.MAX, group=group)
             parts = vector.split([len(amaxes[number]) for number in numbers])
             for number, reduced in zip(numbers, parts, strict=True):
                 amaxes[number] = reduced
     return amaxes
+
+
+def _check_alike(group: Any, vector: Tensor, layers: Sequence[nn.Linear]) -> None:
+    """Once for each set of layers: raise RuntimeError on every rank where ranks have others, before amaxes are mixed.
+
+    Collective, and the host reads the answer. Other lengths would hang or fail in the reduction itself.
+    """
+    names = tuple((getattr(layer, "fqn", ""), layer.in_features, layer.out_features) for layer in layers)
+    known = _alike.setdefault(group or torch.distributed.group.WORLD, set())
+    if (len(vector), names) in known:
+        return
+    described = [len(vector), zlib.crc32(repr(names).encode())]
+    answer = torch.tensor([n * sign for n in described for sign in (1, -1)], device=vector.device)
+    torch.distributed.all_reduce(answer, torch.distributed.ReduceOp.MAX, group=group)
+    length, minus_length, name, minus_name = answer.tolist()
+    if (length, name) != (-minus_length, -minus_name):
+        raise RuntimeError(
+            f"the ranks that share amaxes have different layers with delayed scales: this one {len(layers)}, from "
+            f"{names[0][0]!r} to {names[-1][0]!r}. Ranks whose layers differ (pipeline stages) need a group each: "
+            "dataclasses.replace(recipe, delayed=DelayedScaling(group=...)) with the ranks that have the same layers"
+        )
+    known.add((len(vector), names))
 
 
 def _move(moving: _Moving, amax: Tensor, skipped: Tensor | None) -> None:

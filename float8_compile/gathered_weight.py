@@ -306,18 +306,28 @@ class GatheredShard(Tensor):
         gather = self.weight_gather
         gather.note_sharded()
         measure_stale(gather)
-        return gather.sent(self, mesh), None if gather.by_row else gather.scale
+        payload, *scales = gather.sent(self, mesh)
+        if not gather.by_row:
+            return (payload,), gather.scale
+        if mesh.size() == 1:  # where FSDP2 copies only the first of what it is given
+            return (payload,), scales[0]
+        return (payload, *scales), None
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], scale: Tensor | None, dtype: torch.dtype, *, out: Any = None
     ) -> Any:
         """The gathered weight, when FSDP2 first asks; from then on it is filled in place."""
+        gather = self.weight_gather
         if out is not None:
+            if gather.by_row and scale is not None:
+                held: Any = local_part(out)
+                # Through .data, as FSDP2 fills payloads: autograd shall not take what is gathered again for a change.
+                (out if held is None else held).scale.data.copy_(scale)
             return None
         payload, *scales = all_gather_outputs
-        assert self.weight_gather.cast.dtype is not None
+        assert gather.cast.dtype is not None
         scale = scales[0] if scale is None else scale
-        return Float8Tensor(payload.view(self.weight_gather.cast.dtype), scale, dtype), ()
+        return Float8Tensor(payload.view(gather.cast.dtype), scale, dtype), ()
 
     def __deepcopy__(self, memo: Any) -> Tensor:  # type: ignore[override]
         return self.clone()

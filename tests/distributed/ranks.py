@@ -104,13 +104,17 @@ def _serve(rank: int, count: int, store: str, connection: Connection) -> None:
 
 @contextlib.contextmanager
 def counted_all_reduces() -> Iterator[list[tuple[int, Any]]]:
-    """The (numel, group) of each `torch.distributed.all_reduce` inside. DDP's own go another way."""
+    """The (numel, group) of each `torch.distributed.all_reduce` of numbers inside. DDP's own go another way.
+
+    Integers are left out: with them ranks find out, once, whether they have the same layers.
+    """
     calls: list[tuple[int, Any]] = []
     before = torch.distributed.all_reduce
 
     @functools.wraps(before)
     def counting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        calls.append((tensor.numel(), kwargs.get("group")))
+        if tensor.is_floating_point():
+            calls.append((tensor.numel(), kwargs.get("group")))
         return before(tensor, *args, **kwargs)
 
     torch.distributed.all_reduce = counting
