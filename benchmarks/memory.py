@@ -46,13 +46,13 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.allocations import mark, memory_of
 from benchmarks.deit import SHAPES, Deit, Shape
 from benchmarks.record import RESULTS, circumstances, markdown, write, write_json
 from float8_compile import FlatGradients
 from float8_compile.linear import Float8Linear
 from float8_compile.torch_internals import with_own_code
 from float8_compile.variants import AS_BUILT, CACHED, KEEP, TORCHAO, check, quiet, variant
-from tests.memory_checks import mark, memory_of
 
 NAME = "memory"
 FLAT = "+flat"

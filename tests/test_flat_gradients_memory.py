@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from delayed_checks import backward
-from memory_checks import Memory, mark, memory_of, nbytes
 from torch import Tensor, nn
 
 import float8_compile as f8
+from benchmarks.allocations import Memory, mark, memory_of, nbytes
 
 LAYERS, SIZE, TOKENS, MICROBATCHES = 4, 1024, 16, 4
 BUFFER = LAYERS * SIZE * SIZE * 4

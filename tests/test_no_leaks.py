@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from delayed_checks import layers_of
-from memory_checks import mark, memory_of, nbytes
 from torch import Tensor, nn
 
 import float8_compile as f8
+from benchmarks.allocations import mark, memory_of, nbytes
 from float8_compile import linear
 
 WIDTH, HIDDEN, TOKENS = 32, 128, 24

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from memory_checks import memory_of
 from ranks import Ranks, ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import float8_compile as f8
+from benchmarks.allocations import memory_of
 from float8_compile.distributed import ShardedFlatGradients
 
 RANKS, STEPS, MICROBATCHES, K = 3, 2, 2, 32

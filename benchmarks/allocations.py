@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-_MARK = "memory_checks: "
+_MARK = "allocations: "
 
 
 @dataclass(frozen=True)
