@@ -171,6 +171,14 @@ def _without_gathers_of_shared_weights(
 
     A tied embedding looks its rows up in high precision, and a weight is gathered once.
     """
+    for row in plan:
+        gather = getattr(linears[row.fqn], "gather", None)
+        asked = row.recipe.output.right if row.recipe is not None and row.recipe.fsdp_float8_all_gather else None
+        if gather is not None and gather.is_sharded and row.recipe is not None and gather.cast != asked:
+            raise ValueError(
+                f"layer {row.fqn!r}: FSDP2 gathers its weight as {gather.cast}, which can't change after fully_shard: "
+                "convert with a recipe that gathers it alike"
+            )
     if not any(row.recipe is not None and row.recipe.fsdp_float8_all_gather for row in plan):
         return plan
     casts = {

@@ -43,6 +43,7 @@ ORDER = [
     "gathered_weight",
     "layer_scales",
     "recompute",
+    "linear_function",
     "linear",
     "weight_cache",
     "flat_gradients",

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import float8_compile as f8
 from benchmarks.allocations import mark, memory_of, nbytes
-from float8_compile import linear
+from float8_compile import linear_function
 
 WIDTH, HIDDEN, TOKENS = 32, 128, 24
 WARM_UP, STEPS = 5, 50
@@ -190,13 +190,13 @@ def test_a_function_that_keeps_a_tensor_on_ctx_would_be_seen(compiled: bool) -> 
 
 def leave_the_input_on_ctx(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in "The GEMM that leaked": what backward reads, on ctx."""
-    setup_context = linear._Linear.setup_context
+    setup_context = linear_function.Float8LinearFunction.setup_context
 
     def leaking(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         setup_context(ctx, inputs, output)
         ctx.kept = {"operands": [torch.clone(inputs[0])]}
 
-    monkeypatch.setattr(linear._Linear, "setup_context", staticmethod(leaking))
+    monkeypatch.setattr(linear_function.Float8LinearFunction, "setup_context", staticmethod(leaking))
 
 
 def test_a_leak_of_ours_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +254,7 @@ def step_tensors_on_ctx(training: Training) -> list[Tensor]:
         before = tensors_in(layer)
         assert len(before) >= 2, "weight and bias at least"
         y = layer(torch.randn(TOKENS, layer.in_features, dtype=training.way.dtype, requires_grad=True))
-        assert type(y.grad_fn).__name__ == "_LinearBackward"
+        assert type(y.grad_fn).__name__ == "Float8LinearFunctionBackward"
         assert "recipe" in vars(y.grad_fn)
         found += [tensor for key, tensor in tensors_in(vars(y.grad_fn)).items() if key not in before]
     return found
