@@ -22,10 +22,11 @@ def gather_tokens(x_MF: Tensor, group: Group, blocks: int) -> Tensor:
     """All ranks' tokens of a 2-D tensor. blocks: in how many equal runs of rows the ranks' tokens alternate."""
     import torch.distributed._functional_collectives as functional
 
+    gather = _newer(functional, "all_gather_single", "all_gather_tensor")
     if blocks == 1:
-        return _waited_for(functional.all_gather_tensor(x_MF.contiguous(), 0, group))
+        return _waited_for(gather(x_MF.contiguous(), 0, group))
     x = x_MF.reshape(blocks, -1, x_MF.shape[1])
-    return _waited_for(functional.all_gather_tensor(x, 1, group)).view(-1, x_MF.shape[1])
+    return _waited_for(gather(x, 1, group)).view(-1, x_MF.shape[1])
 
 
 def gather_operand(x8: Operand, group: Group, blocks: int) -> Operand:
@@ -41,10 +42,11 @@ def scatter_sum(x_MF: Tensor, group: Group, blocks: int) -> Tensor:
     """This rank's tokens of the ranks' sum: the other way round."""
     import torch.distributed._functional_collectives as functional
 
+    scatter = _newer(functional, "reduce_scatter_single", "reduce_scatter_tensor")
     if blocks == 1:
-        return _waited_for(functional.reduce_scatter_tensor(x_MF.contiguous(), "sum", 0, group))
+        return _waited_for(scatter(x_MF.contiguous(), "sum", 0, group))
     x = x_MF.reshape(blocks, -1, x_MF.shape[1])
-    return _waited_for(functional.reduce_scatter_tensor(x, "sum", 1, group)).reshape(-1, x_MF.shape[1])
+    return _waited_for(scatter(x, "sum", 1, group)).reshape(-1, x_MF.shape[1])
 
 
 class GatherTokens(torch.autograd.Function):
@@ -65,6 +67,11 @@ def sum_over(x: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
     import torch.distributed._functional_collectives as functional
 
     return _waited_for(functional.all_reduce(x.contiguous(), "sum", group))
+
+
+def _newer(functional: Any, name: str, older: str) -> Any:
+    """torch 2.13 renamed two of them, and warns of the older names in each call."""
+    return getattr(functional, name, None) or getattr(functional, older)
 
 
 def _waited_for(x: Tensor) -> Tensor:

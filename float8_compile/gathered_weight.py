@@ -38,12 +38,19 @@ from float8_compile.torch_internals import (
     put_local_part,
     without_dispatch,
     without_subclass,
+    written_arguments,
 )
 
 aten = torch.ops.aten
 
 _alive: weakref.WeakValueDictionary[int, WeightGather] = weakref.WeakValueDictionary()  # in order, as on every rank
 _numbers = itertools.count()
+
+
+class Model:
+    """What was converted together: counts the ops that wrote to its gathered weights, and those that are measured."""
+
+    writes, measured = 0, 0
 
 
 class WeightGather:
@@ -53,12 +60,15 @@ class WeightGather:
     scale, unscale: () float32, at addresses that stay; of a cast by rows not used.
     shape: of the weight where it is whole, or of what tensor parallelism left of it.
     is_sharded: whether FSDP2 has taken it.
+    model: the same object for all that were converted together, and so are measured together.
+    writes: how many ops have written to a shard of it, or to what aliases one as a whole.
     """
 
-    def __init__(self, layer: nn.Linear, cast: Cast) -> None:
-        self._layer, self.cast = weakref.ref(layer), cast
+    def __init__(self, layer: nn.Linear, cast: Cast, model: Model) -> None:
+        self._layer, self.cast, self.model = weakref.ref(layer), cast, model
         self.shape: tuple[int, ...] = tuple(layer.weight.shape)
         self.is_sharded = False
+        self.writes = 0
         self._sharded: weakref.ref[Tensor] | None = None
         self._measured: tuple[Any, ...] | None = None
         self._allocate(layer.weight.device)
@@ -88,9 +98,11 @@ class WeightGather:
                 weight.__class__ = GatheredParameter
             if isinstance(weight, GatheredParameter):
                 weight.weight_gather, self.shape = self, tuple(weight.shape)
-        elif not isinstance(local, GatheredShard | Float8Tensor):
+        elif not isinstance(local, Float8Tensor) and getattr(local, "weight_gather", None) is not self:
             if not self.is_sharded:  # tensor parallelism has sharded it
                 self.shape = tuple(local.shape)
+            if isinstance(local, GatheredShard):  # another model's, which load_state_dict has assigned
+                local = without_dispatch(aten.alias.default, (local,), {})
             put_local_part(weight, _shard(local, self))
 
     def release(self, layer: nn.Linear) -> None:
@@ -113,6 +125,14 @@ class WeightGather:
         layer = self._layer()
         if layer is not None and self.is_sharded and hasattr(layer.weight, "placements"):
             self._sharded = weakref.ref(layer.weight)
+
+    def note_write(self, written: Tensor) -> None:
+        """Called where something was written that is a shard of this weight, or a copy of one, which doesn't count."""
+        parameter = self.sharded()
+        local = None if parameter is None else local_part(parameter)
+        if local is None or local.untyped_storage().data_ptr() == written.untyped_storage().data_ptr():
+            self.writes += 1
+            self.model.writes += 1
 
     def is_stale(self, parameter: Tensor) -> bool:
         """Whether the parameter was written to since its scale was measured."""
@@ -155,7 +175,7 @@ class WeightGather:
         return amax
 
 
-def gather_of(layer: nn.Linear, cast: Cast) -> WeightGather:
+def gather_of(layer: nn.Linear, cast: Cast, model: Model) -> WeightGather:
     """A new one; or, where the weight is another layer's too, the one that this has.
 
     Raises RuntimeError for a weight that is sharded already: FSDP2 asks once, when it shards.
@@ -164,22 +184,31 @@ def gather_of(layer: nn.Linear, cast: Cast) -> WeightGather:
         return layer.weight.weight_gather
     if isinstance(local := local_part(layer.weight), GatheredShard):
         return local.weight_gather
-    gather = WeightGather(layer, cast)
+    weight: Any = layer.weight
+    if hasattr(weight, "placements") and (vars(layer).get("split") is None or weight.device_mesh.ndim > 1):
+        raise RuntimeError(
+            f"layer {getattr(layer, 'fqn', '')!r}: its weight is sharded already, and FSDP2 asks for a float8 "
+            "all-gather when it shards: set fsdp_float8_all_gather before fully_shard"
+        )
+    gather = WeightGather(layer, cast, model)
     gather.bind(layer)
     return gather
 
 
 def _writes(parameter: Tensor) -> tuple[Any, ...]:
-    local = local_part(parameter)
+    """Counted by torch on the DTensor (`copy_`, `load_state_dict`) or on its local tensor, or seen by us: dcp.load
+    writes to what the DTensor detached below autograd, where torch starts another count."""
+    local: Any = local_part(parameter)
     assert local is not None
-    return local.data_ptr(), local._version
+    return local.data_ptr(), parameter._version, local._version, getattr(vars(local).get("weight_gather"), "writes", 0)
 
 
 @torch.no_grad()
-def measure(gathers: Sequence[WeightGather]) -> None:
+def measure(gathers: Sequence[WeightGather], only_if_stale: bool = False) -> None:
     """The scales of these weights, from what they are now. Collective: one all-reduce MAX a mesh.
 
     By rows there is nothing to do. Weights that are not sharded yet are left out.
+    only_if_stale: the others have the same scale again, which a backward may be about to read: written uncounted.
     """
     together: dict[Any, list[tuple[WeightGather, Any]]] = {}
     for gather in gathers:
@@ -192,10 +221,13 @@ def measure(gathers: Sequence[WeightGather]) -> None:
         for dim in dims:
             torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=mesh.get_group(dim))
         scale = scale_from_amax(amax, cast.dtype, cast.power_of_two)
-        copy_all([gather.scale for gather, _ in alike], list(scale.unbind()))
-        copy_all([gather.unscale for gather, _ in alike], list(scale.reciprocal().unbind()))
+        counted = [not only_if_stale or gather.is_stale(parameter) for gather, parameter in alike]
+        for name, new in (("scale", scale), ("unscale", scale.reciprocal())):
+            old = [getattr(gather, name) for gather, _ in alike]
+            copy_all([t if counts else t.data for t, counts in zip(old, counted, strict=True)], list(new.unbind()))
         for gather, parameter in alike:
             gather.take(parameter)
+            gather.model.measured = gather.model.writes
 
 
 def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
@@ -228,13 +260,18 @@ def _after_step(stepped: set[int], _: Tensor | None) -> None:
 
 
 def measure_stale(gather: WeightGather) -> None:
-    """Before a gather: measure this weight, where it was written to, and all others that are stale along with it."""
-    if (parameter := gather.sharded()) is None or gather.by_row or not gather.is_stale(parameter):
+    """Before a gather: where this weight or another of its model was written to, measure all of the model.
+
+    All, and of this model only, so that ranks agree on the one all-reduce: a rank with an empty shard hears of no write
+    to it (dcp.load), and a dropped model may be alive on some ranks only, until garbage is collected there.
+    """
+    if (parameter := gather.sharded()) is None or gather.by_row:
         return
-    for other in list(_alive.values()):
-        other.note_sharded()
-    stale = [other for other in list(_alive.values()) if (p := other.sharded()) is not None and other.is_stale(p)]
-    measure([other for other in stale if other.scale.device == gather.scale.device])
+    if gather.model.writes != gather.model.measured or gather.is_stale(parameter):
+        family = [other for other in list(_alive.values()) if other.model is gather.model]
+        for other in family:
+            other.note_sharded()
+        measure([other for other in family if other.scale.device == gather.scale.device], only_if_stale=True)
 
 
 def high_precision(weight: Tensor) -> Tensor:
@@ -293,7 +330,11 @@ class GatheredShard(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         result = without_dispatch(func, args, kwargs or {})
-        if func in _STILL_A_SHARD and isinstance(args[0], GatheredShard):
+        for written in written_arguments(func, args, kwargs or {}):
+            if isinstance(written, GatheredShard):
+                written.weight_gather.note_write(written)
+        still = func in _STILL_A_SHARD or (func is aten.view.default and result.shape == args[0].shape)  # `to_local`
+        if still and isinstance(args[0], GatheredShard):
             made = _taken if func is aten.new_zeros.default else _shard
             return made(result, args[0].weight_gather)
         return result
@@ -333,7 +374,7 @@ class GatheredShard(Tensor):
         return self.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.view(self.shape).__reduce_ex__(protocol)
+        return without_dispatch(aten.alias.default, (self,), {}).__reduce_ex__(protocol)
 
 
 _STILL_A_SHARD = {

@@ -35,9 +35,10 @@ def output(
     *,
     fast_accum: bool = False,
     emulate: bool = False,
+    in_memory: bool = False,
 ) -> Tensor:
-    """`x @ w.T`, (M, N) of the given dtype."""
-    return _contract(*_parts(x_MK), *_parts(w_NK), dtype, fast_accum, emulate)
+    """`x @ w.T`, (M, N) of the given dtype. in_memory: of x, see `_one_buffer`."""
+    return _contract(*_parts(x_MK), *_parts(w_NK), dtype, fast_accum, emulate, in_memory)
 
 
 def grad_input(
@@ -47,9 +48,10 @@ def grad_input(
     *,
     fast_accum: bool = False,
     emulate: bool = False,
+    in_memory: bool = False,
 ) -> Tensor:
-    """`g @ w`, (M, K) of the given dtype."""
-    return _contract(*_parts(g_MN), *_transposed_parts(w_NK), dtype, fast_accum, emulate)
+    """`g @ w`, (M, K) of the given dtype. in_memory: of g, see `_one_buffer`."""
+    return _contract(*_parts(g_MN), *_transposed_parts(w_NK), dtype, fast_accum, emulate, in_memory)
 
 
 def grad_weight(
@@ -77,6 +79,7 @@ def _contract(
     dtype: torch.dtype,
     fast_accum: bool,
     emulate: bool,
+    in_memory: bool = False,
 ) -> Tensor:
     """`a @ b.T`, (R, S): every one of the three has this form, rows R, columns S, contracted axis C.
 
@@ -94,7 +97,8 @@ def _contract(
         unscale_b = unscale_b.reshape(1, -1)
     if emulate:
         return (_float32_product(a_RC, b_SC) * (unscale_a * unscale_b)).to(dtype)
-    a, b = _one_buffer(_pad(_by_rows(a_RC), contracted)), _pad(b_SC.contiguous(), contracted, columns)
+    a, b = _pad(_by_rows(a_RC), contracted), _pad(b_SC.contiguous(), contracted, columns)
+    a = a if in_memory else _one_buffer(a)
     by_tensor = unscale_a.dim() == 0 and unscale_b.dim() == 0
     if by_tensor:  # with a scale per row it makes Inductor write a transposed cast uncoalesced (benchmarks/LOG.md)
         b = _one_buffer(b)
@@ -122,7 +126,8 @@ def _one_buffer(payload: Tensor) -> Tensor:
     """The payload, in a graph in memory: Inductor would compute it again for each GEMM that reads it, a copy for each.
 
     It writes an operand of `_scaled_mm` where the GEMM wants it, and notices no other reader of what it casts; of
-    `as_strided`, here the identity, it writes the input once.
+    `as_strided`, here the identity, it writes the input once. Not for what a collective has brought (`in_memory`): it
+    is there already, and async tensor parallelism looks for a GEMM that reads it as it is.
     """
     if not torch.compiler.is_compiling():
         return payload

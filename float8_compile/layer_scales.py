@@ -18,7 +18,7 @@ from float8_compile.cached_weight import CachedWeight
 from float8_compile.cast import scale_from_amax, tensor_amax
 from float8_compile.delayed import ROLES, DelayedScale
 from float8_compile.delayed_step import adopt, give_scales, scales_of, watch
-from float8_compile.gathered_weight import WeightGather, gather_of
+from float8_compile.gathered_weight import Model, WeightGather, gather_of
 from float8_compile.recipe import Recipe
 from float8_compile.split import Split
 
@@ -62,14 +62,17 @@ class ScaledLinear(nn.Linear):
             self.cached_weight.release()
         self.cached_weight = cast
 
-    def have_gathered(self, recipe: Recipe) -> None:
-        """Have FSDP2 gather the weight as this recipe wants; RuntimeError where it has the weight already otherwise."""
+    def have_gathered(self, recipe: Recipe, model: Model | None = None) -> None:
+        """Have FSDP2 gather the weight as this recipe wants; RuntimeError where it has the weight already otherwise.
+
+        model: the same object for layers whose weights are measured together; None: this one alone.
+        """
         cast = recipe.output.right if recipe.fsdp_float8_all_gather else None
         if self.gather is not None and self.gather.cast != cast:
             self.gather.release(self)
             self.gather = None
         if self.gather is None and cast is not None:
-            self.gather = gather_of(self, cast)
+            self.gather = gather_of(self, cast, model or Model())
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As in nn.Module; what tensor parallelism or a user puts in the weight's place is gathered as that was."""

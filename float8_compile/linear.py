@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from float8_compile.collectives import GatherTokens, gather_operand
 from float8_compile.delayed import cast_with
 from float8_compile.delayed_step import give_scales
-from float8_compile.gathered_weight import high_precision
+from float8_compile.gathered_weight import Model, high_precision
 from float8_compile.gradient_slice import slice_of
 from float8_compile.layer_scales import ScaledLinear
 from float8_compile.linear_function import Float8LinearFunction, State, parts
@@ -31,7 +31,7 @@ from float8_compile.recipe import HIGH_PRECISION, Gemm, Recipe
 from float8_compile.recompute import cast_weight, gathered_weight
 from float8_compile.split import Exchange, ways_split
 from float8_compile.tensor import Float8Tensor, Operand
-from float8_compile.torch_internals import apply_function, transforms_are_active
+from float8_compile.torch_internals import apply_function, local_part, transforms_are_active
 
 _PLAIN = Gemm(HIGH_PRECISION, HIGH_PRECISION)
 _HIGH_PRECISION = Recipe(_PLAIN, _PLAIN, _PLAIN, name="high precision")
@@ -145,6 +145,11 @@ class Float8Linear(ScaledLinear):
     def _local_parameters(self) -> tuple[Tensor, Tensor | None]:
         """This rank's part of the weight and of the bias, where tensor parallelism has split them."""
         if self.split is None:
+            if self.input_scale is not None and local_part(self.weight) is not None:
+                raise TypeError(
+                    f"{self._name()}: its weight is a DTensor and its scales are delayed, of which torch's parallel "
+                    "styles know nothing: use float8_compile.distributed.Float8ColwiseParallel or Float8RowwiseParallel"
+                )
             return self.weight, self.bias
         weight: Any = self.weight
         bias: Any = self.bias
@@ -202,6 +207,7 @@ def become_float8(
 ) -> None:
     """Turn live linears into `Float8Linear`s, all at once, so that those with equal settings share their state's
     vectors. The objects and their parameters stay the same."""
+    model = Model()
     for linear, recipe, recompute_weight_cast, fqn in zip(linears, recipes, recompute, fqns, strict=True):
         if not isinstance(linear, Float8Linear):
             linear.__class__ = Float8Linear  # type: ignore[assignment]
@@ -210,7 +216,7 @@ def become_float8(
         linear.recompute_weight_cast, linear.enabled, linear.calibrating = recompute_weight_cast, True, False
         vars(linear).setdefault("gather", None)
         vars(linear).setdefault("split", None)
-        linear.have_gathered(recipe)
+        linear.have_gathered(recipe, model)
         if (cached := vars(linear).setdefault("cached_weight", None)) is not None:
             cached.fit(recipe)
     give_scales(linears, recipes)

@@ -53,7 +53,9 @@ class Float8LinearFunction(torch.autograd.Function):
     ) -> Tensor:
         x8 = Operand(x_MK) if x_payload is None else Operand(x_payload, x_scale, x_unscale)
         w8 = Operand(w_NK) if w_payload is None else Operand(w_payload, w_scale, w_unscale)
-        y_MN = gemm.output(x8, w8, x_MK.dtype, fast_accum=recipe.output.fast_accum, emulate=recipe.emulate)
+        how, gathered = recipe.output, state.exchange is not None and state.exchange.reads_gathered_x
+        options = {"fast_accum": how.fast_accum, "emulate": recipe.emulate, "in_memory": gathered}
+        y_MN = gemm.output(x8, w8, x_MK.dtype, **options)
         if state.exchange is not None:
             y_MN = state.exchange.output(y_MN)
         return y_MN if bias is None else y_MN + bias.to(y_MN.dtype)
@@ -93,8 +95,8 @@ class Float8LinearFunction(torch.autograd.Function):
         x_grad = w_grad = bias_grad = g8 = None
         exchange = state.exchange
         of_x, of_w, of_g = ways_split(None if exchange is None else exchange.split)
-        own_g_MN = g_MN
-        if exchange is not None and exchange.split.gathers_gradient:
+        own_g_MN, gathered = g_MN, exchange is not None and exchange.split.gathers_gradient
+        if exchange is not None and gathered:
             if recipe.reads_gradient_in_float8:
                 g8 = cast_with(g_MN, recipe.grad_input.left, state.grad_output, record=state.records, across=of_g)
                 g8 = gather_operand(g8, exchange.split.group, exchange.blocks)
@@ -114,7 +116,8 @@ class Float8LinearFunction(torch.autograd.Function):
                 w8 = Operand(payload, w_scale, w_unscale)
             else:
                 w8 = cast_with(w_saved, how.right, state.weight, axis=0, across=of_w)
-            x_grad = gemm.grad_input(g8, w8, ctx.x_dtype, fast_accum=how.fast_accum, emulate=emulate)
+            options = {"fast_accum": how.fast_accum, "emulate": emulate, "in_memory": gathered}
+            x_grad = gemm.grad_input(g8, w8, ctx.x_dtype, **options)
             if exchange is not None:
                 x_grad = exchange.input_gradient(x_grad)
         if w_needs_grad:

@@ -99,6 +99,11 @@ class Exchange(NamedTuple):
     gathers_x: bool
     sums_x_grad: bool
 
+    @property
+    def reads_gathered_x(self) -> bool:
+        """Whether a collective has brought the input, here or where it was prepared."""
+        return self.split.axis == 0 and (self.gathers_x or not self.sums_x_grad)
+
     def output(self, y_MN: Tensor) -> Tensor:
         """Of a rowwise layer the ranks' sum, all of it or this rank's tokens."""
         if self.split.axis == 0:

@@ -46,6 +46,7 @@ __all__ = [
     "without_dispatch",
     "without_modes",
     "without_subclass",
+    "written_arguments",
 ]
 
 
@@ -187,6 +188,21 @@ def without_dispatch(function: Callable[..., Any], args: tuple[Any, ...], kwargs
     """
     with torch._C._DisableTorchDispatch():
         return function(*args, **kwargs)
+
+
+def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The tensors, alone and in lists, that this op of a `__torch_dispatch__` writes to.
+
+    OpOverload._schema: what torch.utils' own schema checks ask. Delete when an op tells in public.
+    """
+    if not func._schema.is_mutable:
+        return []
+    found: list[Any] = []
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            found += value if isinstance(value, list | tuple) else [value]
+    return found
 
 
 def raise_to(running: Tensor, amax: Tensor) -> None:
@@ -371,3 +387,16 @@ def _modules(nodes: Iterable[fx.Node]) -> list[int]:
     stacks = (node.meta.get("fwd_nn_module_stack") or node.meta.get("nn_module_stack") or {"": ()} for node in nodes)
     innermost = (next(reversed(stack)).split("@")[0] for stack in stacks)
     return [int(key) for key in innermost if key.isdigit()]
+
+
+def not_compiled_by_itself(function: Any) -> None:
+    """Have Dynamo run this function eagerly where it is called from no graph, and trace it as ever where it is.
+
+    A compiled module calls its own hooks so, and each would be a graph, whose gradients AOTAutograd takes for
+    Float8Tensors where its outputs are. torch._C._dynamo.eval_frame.set_code_exec_strategy: what Dynamo skips frames
+    by; torch.compiler.disable would break a graph that calls the function. Delete when hooks of a compiled module are
+    in its graph (torch._dynamo.config.wrap_top_frame).
+    """
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))

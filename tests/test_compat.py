@@ -298,6 +298,12 @@ def test_a_config_is_known_by_what_it_has(thing: object) -> None:
     assert is_linear_config(thing) == type(thing).__name__.endswith("Config")
 
 
+@pytest.mark.parametrize("config", [Float8LinearConfig, torchao.float8.Float8LinearConfig])
+def test_a_float8_all_gather_is_the_recipes(config: Any) -> None:
+    expected = replace(Recipe.from_name("tensorwise"), fsdp_float8_all_gather=True)
+    assert recipe_from_config(config(enable_fsdp_float8_all_gather=True)) == expected
+
+
 # What no recipe can express
 
 
@@ -312,11 +318,6 @@ class Later(enum.Enum):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: Float8LinearConfig(enable_fsdp_float8_all_gather=True), "enable_fsdp_float8_all_gather=True: .* yet"),
-        (
-            lambda: recipe_from_config(torchao.float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True)),
-            "enable_fsdp_float8_all_gather=True: .*leave it False",
-        ),
         (
             lambda: Float8LinearConfig(cast_config_weight=CastConfig(ScalingType.DISABLED)),
             r"e4m3 tensor · high precision\): both operands",

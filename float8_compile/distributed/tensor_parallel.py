@@ -24,7 +24,7 @@ from float8_compile.delayed import cast_with
 from float8_compile.linear import Float8Linear
 from float8_compile.split import Across, Split
 from float8_compile.tensor import Float8Tensor
-from float8_compile.torch_internals import local_part
+from float8_compile.torch_internals import local_part, not_compiled_by_itself
 
 __all__ = ["Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput"]
 
@@ -103,7 +103,13 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
 
         self.as_replicated = torch.compiler.allow_in_graph(as_replicated)
         torch.compiler.allow_in_graph(_in_place_of)
-        return super()._apply(module, device_mesh)
+
+        def prepare(_: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return self._prepare_input_kwarg_fn(inputs, kwargs, device_mesh)
+
+        not_compiled_by_itself(prepare)
+        module.register_forward_pre_hook(prepare, with_kwargs=True)
+        return module
 
     def _layer_of(self, module: nn.Module) -> Float8Linear:
         if self.fwd_config_submodule_fqn is not None:

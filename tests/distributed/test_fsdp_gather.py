@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from delayed_checks import State, assert_same_bits, backward
+from fresh_process import run_python
 from ranks import Ranks, counted_all_reduces, ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -28,11 +29,9 @@ from torch.utils.checkpoint import checkpoint
 
 import float8_compile as f8
 from float8_compile.delayed import cast_with
-from float8_compile.gathered_weight import WeightGather
 
 K, N, TOKENS, STEPS = 48, 64, 8, 3
 RECIPES = f8.Recipe.names()
-BY_ROW = ("rowwise", "rowwise_with_gw_hp")
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -186,9 +185,11 @@ def assert_as_in_one_process(answers: list[tuple[State, ...]]) -> None:
     assert len({loss.item() for loss in losses}) == len(losses), "each step is another one, or nothing was trained"
 
 
-@pytest.mark.parametrize("same", [True, False], ids=["same batch", "batch per rank"])
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize(
+    ("bias", "microbatches", "same"),
+    [(True, 2, False), (False, 1, True), (True, 1, False)],
+    ids=["bias, 2 microbatches, batch per rank", "no bias, same batch", "bias, batch per rank"],
+)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_eagerly_bitwise_as_in_one_process(two: Ranks, recipe: str, bias: bool, microbatches: int, same: bool) -> None:
     """Losses, gradients and weights of three steps of AdamW; of two ranks' gradients the average is exact too."""
@@ -468,8 +469,7 @@ def after(change: str, recipe: str, n: int, used: bool) -> tuple[State, ...]:
     return {"y": y.detach()}, {"y": expected.detach()}, gathered(model), exact(model)
 
 
-@pytest.mark.parametrize("used", [False, True], ids=["new", "trained"])
-@pytest.mark.parametrize("n", [N, 2])
+@pytest.mark.parametrize(("n", "used"), [(N, True), (2, False)], ids=["trained", "new, with an empty shard"])
 @pytest.mark.parametrize(
     ("change", "recipe"), [*((change, "tensorwise") for change in CHANGES), ("load_state_dict", "rowwise")]
 )
@@ -480,3 +480,361 @@ def test_weights_that_changed_are_cast_with_their_own_scales(
     for y, expected, brought, casts in (two if n == N else three)(after, change, recipe, n, used):
         assert_same_bits(y, expected)
         assert_same_bits(brought, casts)
+
+
+def use_after_dropping(collects_on: int) -> State:
+    """A model whose weights were never measured is dropped; on one rank its garbage is collected, on the other not."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        dropped = another()
+        assert dropped
+        del dropped
+        if rank() == collects_on:
+            gc.collect()
+        model = sharded(net(), "tensorwise")
+        return {"y": model(batch(0, 0, 0)).detach()}
+    finally:
+        if collects:
+            gc.enable()
+
+
+def test_ranks_agree_whatever_their_garbage_collectors_did(two: Ranks) -> None:
+    first, second = two(use_after_dropping, 1)
+    assert_same_bits(first, second)
+
+
+def on_meta(recipe: str, dtype: torch.dtype) -> tuple[State, ...]:
+    """Built and sharded without memory, filled afterwards, as large models are."""
+    model = sharded(net(device="meta"), recipe).to(dtype)
+    model.to_empty(device="cpu")
+    options = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(model, net().to(dtype).state_dict(), options=options)
+    alone = f8.convert_to_float8_training(net().to(dtype), config=recipe)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-2) for m in (model, alone)]
+    seen: tuple[State, State] = ({}, {})
+    for run, optimizer, found in zip((model, alone), optimizers, seen, strict=True):
+        for step in range(2):
+            found[f"{step}.loss"] = backward(run, batch(step, 0, 0).to(dtype))
+            optimizer.step()
+            optimizer.zero_grad()
+        found.update(whole(run))
+    return *seen, gathered(model), exact(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_from_the_meta_device_and_in_another_dtype(two: Ranks, recipe: str, dtype: torch.dtype) -> None:
+    """Scenario 26: build, convert, shard, `.to(dtype)`, to_empty, fill, step."""
+    for ours, theirs, brought, expected in two(on_meta, recipe, dtype):
+        assert_same_bits(ours, theirs)
+        assert_same_bits(brought, expected)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "AdamW(fused=True)": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "AdamW(foreach=False)": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+}
+
+
+def with_optimizer(name: str) -> tuple[State, State, list[int]]:
+    model = sharded(net(), "tensorwise")
+    train(model, lambda step, microbatch: batch(step, microbatch, rank()), 1, OPTIMIZERS[name](model.parameters()))
+    with counted_all_reduces() as calls:
+        brought = gathered(model)
+    return brought, exact(model), [size for size, _ in calls]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizers_step_is_followed_by_exact_scales(two: Ranks, name: str) -> None:
+    """Also of fused ones, whose writes torch doesn't count; and then the next gather has nothing left to do."""
+    for brought, expected, calls in two(with_optimizer, name):
+        assert_same_bits(brought, expected)
+        assert calls == []
+
+
+@torch.no_grad()
+def with_bad_number(bad: float, of_rank: int, by_step: bool) -> list[float]:
+    """In one weight, of one rank's shard: put there, or by a step that a bad gradient has spoilt."""
+    model = sharded(net(), "tensorwise")
+    weight = model[0][2].weight
+    numbers = weight.to_local().clone()
+    if rank() == of_rank:
+        numbers[-1, 3] = bad
+    if by_step:
+        weight.grad = torch.distributed.tensor.DTensor.from_local(numbers, weight.device_mesh, weight.placements)
+        torch.optim.SGD([weight], lr=1.0).step()
+    else:
+        weight.to_local().copy_(numbers)
+    return [model(batch(0, 0, rank())).square().sum().item() for _ in range(2)]
+
+
+@pytest.mark.parametrize("by_step", [True, False])
+@pytest.mark.parametrize("of_rank", [0, 1])
+def test_a_nan_in_one_ranks_weight_reaches_the_loss_of_all(two: Ranks, of_rank: int, by_step: bool) -> None:
+    """Scenario 14, and nobody hangs."""
+    assert all(math.isnan(loss) for losses in two(with_bad_number, math.nan, of_rank, by_step) for loss in losses)
+    assert all(math.isfinite(loss) for losses in two(with_bad_number, 0.5, of_rank, by_step) for loss in losses)
+
+
+def by_hand() -> dict[str, Any]:
+    """After writes that nobody counts; then again, and after a step."""
+    model = sharded(net(), "tensorwise")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    model(batch(0, 0, rank()))
+    for parameter in model.parameters():
+        parameter.to_local().untyped_storage().copy_((parameter.detach().to_local() * 3).untyped_storage())
+    stale, expected = gathered(model), exact(model)
+    sizes = []
+    for _ in range(2):
+        with counted_all_reduces() as calls:
+            f8.precompute_float8_dynamic_scale_for_fsdp(model)
+        sizes.append([size for size, _ in calls])
+    found = {"stale": stale, "fresh": gathered(model), "expected": expected, "sizes": sizes}
+    backward(model, batch(1, 0, rank()))
+    optimizer.step()
+    before = gathered(model)
+    f8.precompute_float8_dynamic_scale_for_fsdp(model)
+    return {**found, "after": gathered(model), "before": before, "exact": exact(model)}
+
+
+def test_scales_by_hand_after_a_write_that_nobody_counts(two: Ranks) -> None:
+    for found in two(by_hand):
+        assert not torch.equal(found["stale"]["0.0.scale"], found["expected"]["0.0.scale"]), "so there is a need of it"
+        assert_same_bits(found["fresh"], found["expected"])
+        assert found["sizes"] == [[WEIGHTS]] * 2
+        assert_same_bits(found["before"], found["exact"])
+        assert_same_bits(found["after"], found["exact"])
+
+
+# Around the layers
+
+
+def disabled(recipe: str) -> tuple[State, ...]:
+    """In high precision; and one process with plain layers that hold the rounded weights."""
+    model, plain = sharded(net(), recipe), net()
+    with torch.no_grad():
+        for fqn, layer in layers_of(model).items():
+            cast = cast_with(plain.get_submodule(fqn).weight, layer.recipe.output.right, None)
+            plain.get_submodule(fqn).weight.copy_(cast.payload.float() / cast.scale)
+    seen: tuple[State, State] = ({}, {})
+    with f8.float8_disabled(model):
+        for run, found in zip((model, plain), seen, strict=True):
+            found["loss"] = backward(run, batch(0, 0, 0))
+            found.update({f"gradient.{name}": t for name, t in whole(run, gradients=True).items()})
+    return seen
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_disabled_layers_multiply_the_rounded_weight(two: Ranks, recipe: str) -> None:
+    for ours, theirs in two(disabled, recipe):
+        assert_same_bits(ours, theirs)
+
+
+def evaluated(recipe: str, backend: str | None) -> tuple[State, ...]:
+    model = sharded(net(blocks=1), recipe, backend)
+    alone = f8.convert_to_float8_training(net(blocks=1), config=recipe)
+    seen: tuple[State, State] = ({}, {})
+    for run, found in zip((model, alone), seen, strict=True):
+        with torch.no_grad():
+            found["train, no_grad"] = run(batch(0, 0, 0))
+            found["eval, no_grad"] = run.eval()(batch(0, 0, 0))
+        found["eval"] = run(batch(0, 0, 0)).detach()
+        found["loss"] = backward(run.train(), batch(0, 0, 0))
+    return seen
+
+
+@pytest.mark.parametrize(("recipe", "backend"), [*((r, None) for r in RECIPES), ("tensorwise", "aot_eager")])
+def test_evaluation_is_bitwise_as_in_one_process(two: Ranks, recipe: str, backend: str | None) -> None:
+    for ours, theirs in two(evaluated, recipe, backend):
+        assert_same_bits(ours, theirs)
+
+
+class Checkpointed(nn.Sequential):
+    """Blocks whose forward runs again in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def with_checkpoints(recipe: str, where: str, keep: bool) -> State:
+    model = net()
+    f8.convert_to_float8_training(model, config=gathering(recipe), recompute_weight_cast=not keep)
+    if where == "inside":  # as torchtitan does it
+        model = nn.Sequential(*map(checkpoint_wrapper, model))
+    elif where == "around":
+        model = Checkpointed(*model)
+    for block in model:
+        fully_shard(block)
+    seen = train(fully_shard(model), lambda step, microbatch: batch(step, microbatch, rank()), 2)
+    return {name.replace("_checkpoint_wrapped_module.", ""): tensor for name, tensor in seen.items()}
+
+
+@pytest.mark.parametrize(("where", "keep"), [("inside", False), ("around", True)], ids=str)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_activation_checkpointing_changes_no_bit(two: Ranks, recipe: str, where: str, keep: bool) -> None:
+    for ours, theirs in zip(
+        two(with_checkpoints, recipe, where, keep), two(with_checkpoints, recipe, "nowhere", False), strict=True
+    ):
+        assert_same_bits(ours, theirs)
+
+
+# What others see of it
+
+
+def outer() -> dict[str, Any]:
+    model = sharded(net(), "tensorwise")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train(model, lambda step, microbatch: batch(step, microbatch, rank()), 1, optimizer)
+    state, held = model.state_dict(), optimizer.state_dict()["state"]
+    file = io.BytesIO()
+    torch.save({name: t.to_local() for name, t in state.items()}, file)
+    copied = io.BytesIO()
+    torch.save({name: copy.deepcopy(t.to_local()) for name, t in state.items()}, copied)
+    return {
+        "files": [file.getvalue(), copied.getvalue()],
+        "types": {type(t).__name__ for t in state.values()} | {type(p.data).__name__ for p in model.parameters()},
+        "moments": {type(t.to_local()) for entry in held.values() for name, t in entry.items() if name != "step"},
+        "whole": {type(t) for t in whole(model).values()},
+        "sums": [t.to_local().double().sum().item() for t in state.values()],
+    }
+
+
+FRESH = """
+import sys, torch
+state = torch.load(sys.argv[1], weights_only=True)
+assert "float8_compile" not in sys.modules
+print(*({type(t).__name__ for t in state.values()}), *[t.double().sum().item() for t in state.values()])
+"""
+
+
+def test_optimizers_and_checkpoints_see_plain_dtensors(two: Ranks, tmp_path: Any) -> None:
+    """Scenario 40: what a rank saves of its own loads where there is only torch."""
+    for found in two(outer):
+        assert found["types"] == {"DTensor"}
+        assert found["moments"] == {Tensor}
+        assert found["whole"] == {Tensor}
+        for data in found["files"]:
+            (tmp_path / "state").write_bytes(data)
+            kind, *sums = run_python(FRESH, str(tmp_path / "state")).split()
+            assert kind == "Tensor"
+            assert [float(s) for s in sums] == found["sums"]
+
+
+# Mistakes
+
+
+def refusals() -> dict[str, str]:
+    found: dict[str, str] = {}
+
+    def asked(name: str, ask: Callable[[], Any]) -> None:
+        try:
+            ask()
+            found[name] = "nothing raised"
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
+    plain = net()
+    for block in plain:
+        fully_shard(block)
+    before = {name: (type(m), id(p)) for name, m in plain.named_modules() for p in m.parameters(recurse=False)}
+    asked("late", lambda: f8.convert_to_float8_training(plain, config=gathering("tensorwise")))
+    after = {name: (type(m), id(p)) for name, m in plain.named_modules() for p in m.parameters(recurse=False)}
+    found["unchanged"] = str(before == after and plain(batch(0, 0, 0)).isfinite().all().item())
+
+    model = sharded(net(), "tensorwise")
+    expected = model(batch(0, 0, 0)).detach()
+    asked("back", lambda: f8.convert_from_float8_training(model))
+    asked("cached", lambda: f8.cache_weight_casts(model))
+    asked("off", lambda: setattr(model[0][0], "recipe", f8.Recipe.from_name("tensorwise")))
+    asked("other cast", lambda: setattr(model[0][0], "recipe", gathering("rowwise")))
+    other_gradient = replace(gathering("tensorwise"), grad_weight=f8.Recipe.from_name("rowwise_with_gw_hp").grad_weight)
+    asked("same cast", lambda: setattr(model[0][0], "recipe", other_gradient))
+    found["works"] = str(torch.equal(model(batch(0, 0, 0)), expected))
+
+    ordinary = sharded(net(), f8.Recipe.from_name("tensorwise"))
+    asked("on", lambda: setattr(ordinary[0][0], "recipe", gathering("tensorwise")))
+    found["still works"] = str(torch.equal(ordinary(batch(0, 0, 0)), expected))
+
+    switched = f8.convert_to_float8_training(net(), config="tensorwise")
+    for layer in layers_of(switched).values():
+        layer.recipe = gathering("rowwise")
+        layer.recipe = f8.Recipe.from_name("tensorwise")
+        layer.recipe = gathering("tensorwise")
+    for block in switched:
+        fully_shard(block)
+    found["before"] = str(torch.equal(switched(batch(0, 0, 0)), expected))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("late", r"ValueError: layer '0\.0' is sharded already.*before fully_shard.*fsdp_float8_all_gather=False"),
+        ("unchanged", "True"),
+        ("back", r"TypeError: layer '0\.0': .*convert back before fully_shard"),
+        ("cached", r"TypeError: layer '0\.0': its weight is sharded .*leave out cache_weight_casts"),
+        ("off", r"RuntimeError: layer '0\.0': its weight is sharded .*set fsdp_float8_all_gather before fully_shard"),
+        ("other cast", r"RuntimeError: layer '0\.0': its weight is sharded .*before fully_shard"),
+        ("same cast", "nothing raised"),
+        ("works", "True"),
+        ("on", r"(RuntimeError|ValueError|TypeError): layer '0\.0'.*before fully_shard"),
+        ("still works", "True"),
+        ("before", "True"),
+    ],
+)
+def test_mistakes_name_the_layer_and_the_remedy(two: Ranks, name: str, expected: str) -> None:
+    for found in two(refusals):
+        assert re.fullmatch(f"{expected}.*", found[name], re.DOTALL), found[name]
+
+
+# Weights that are shared
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the head's; two layers that share one; all float8 layers but the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(32, K)
+        self.first, self.second, self.head = nn.Linear(K, K), nn.Linear(K, K), nn.Linear(K, 32, bias=False)
+        self.second.weight, self.head.weight = self.first.weight, self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.first(self.embedding(x))))
+
+
+def tied(recipe: str) -> dict[str, Any]:
+    model, alone = Tied(), f8.convert_to_float8_training(Tied(), config=recipe)
+    f8.convert_to_float8_training(model, config=gathering(recipe))
+    recipes = {row.fqn: row.recipe.fsdp_float8_all_gather for row in f8.conversion_report(model)}
+    fully_shard(model)
+    counted = Counted()
+    model.set_custom_all_gather(counted)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-2) for m in (model, alone)]
+    seen: tuple[State, State] = ({}, {})
+    for run, optimizer, found in zip((model, alone), optimizers, seen, strict=True):
+        for step in range(2):
+            tokens = torch.arange(16) * (step + 1) % 32
+            found[f"{step}.loss"] = backward(run, tokens)
+            found.update({f"{step}.gradient.{name}": t for name, t in whole(run, gradients=True).items()})
+            optimizer.step()
+            optimizer.zero_grad()
+        found.update(whole(run))
+    shared = model.first.weight is model.second.weight and model.first.gather is model.second.gather
+    return {"seen": seen, "recipes": recipes, "sent": counted.sent[0], "shared": shared}
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_shared_weights_are_gathered_as_all_who_hold_them_want(two: Ranks, recipe: str) -> None:
+    """Scenario 23. A lookup wants high precision; two layers with one cast share one gather."""
+    for found in two(tied, recipe):
+        assert found["recipes"] == {"first": True, "second": True, "head": False}
+        assert found["shared"]
+        embedding, weight, biases = 4 * 32 * K // 2, K * K // 2, 4 * 2 * K // 2
+        assert found["sent"] == (torch.uint8, embedding + weight + biases + (4 * K // 2 if recipe == "rowwise" else 0))
+        assert_same_bits(*found["seen"])
