@@ -59,8 +59,7 @@ def variant(build: Build, name: str) -> Build:
 
     def build_variant() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
         model, args, kwargs = model_and_arguments(build())
-        convert(model)
-        return model, args, kwargs
+        return convert(model), args, kwargs
 
     return build_variant
 
@@ -123,30 +122,31 @@ def _base(name: str) -> str:
     return name.removesuffix(CACHED).removesuffix(KEEP)
 
 
-def _converter(name: str) -> Callable[[nn.Module], Any]:
+def _converter(name: str) -> Callable[[nn.Module], nn.Module]:
     if name == AS_BUILT:
         return lambda model: model
     if name.startswith(TORCHAO):
         return _torchao_converter(name.removeprefix(TORCHAO))
     recipe, keep = Recipe.from_name(_base(name)), KEEP in name
 
-    def convert(model: nn.Module) -> None:
+    def convert(model: nn.Module) -> nn.Module:
         convert_to_float8_training(model, config=recipe, recompute_weight_cast=not keep)
         if any(map(scales_of, model.modules())):
             mark_calibrated(model)
         if name.endswith(CACHED):
             cache_weight_casts(model)
+        return model
 
     return convert
 
 
-def _torchao_converter(recipe: str) -> Callable[[nn.Module], Any]:
+def _torchao_converter(recipe: str) -> Callable[[nn.Module], nn.Module]:
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{TORCHAO}{recipe} needs torchao: pip install torchao", name=error.name) from None
     config = Float8LinearConfig.from_recipe_name(recipe)
-    return lambda model: convert_to_float8_training(model, config=config)
+    return lambda model: convert_to_float8_training(model, config=config)  # another object where that is one linear
 
 
 def _exists(module: str) -> bool:

@@ -192,7 +192,7 @@ for recipe in f8.Recipe.names():
     gathered = dataclasses.replace(f8.Recipe.from_name(recipe), fsdp_float8_all_gather=True)
     for keeps in ("RR", "KK", "RK"):
         for input_needs_gradient in (True, False):
-            if how != "eager" and (keeps, input_needs_gradient) not in (("RK", True), ("KK", False)):
+            if how != "eager" and (keeps, input_needs_gradient) != ("RK", True):
                 continue  # compiling takes its time
             torch._dynamo.reset()
             torch.manual_seed(0)
@@ -216,7 +216,7 @@ def test_exactly_the_kept_weights_stay_after_forward(how: str) -> None:
     seen = {
         tuple(line.split()[:3]): float(line.split()[3]) for line in lines if re.search(r"(True|False) [\d.]+$", line)
     }
-    assert len(seen) == len(RECIPES) * (6 if how == "eager" else 2)
+    assert len(seen) == len(RECIPES) * (6 if how == "eager" else 1)
     for (recipe, keeps, input_needs_gradient), weights in seen.items():
         needed = keeps if input_needs_gradient == "True" else keeps[1:]
         assert weights == needed.count("K"), (recipe, keeps, input_needs_gradient)

@@ -13,9 +13,10 @@ from typing import NoReturn
 import torch
 
 import float8_compile as f8
+from byte_lm import parallel
 from byte_lm.optimizers import adamw8
 from byte_lm.results import FILE, ROOT
-from byte_lm.settings import BASELINE, OPTIMIZERS, SIZES, Settings, UsageError
+from byte_lm.settings import BASELINE, OPTIMIZERS, PARALLEL, SIZES, Settings, UsageError
 
 RUNS = ROOT / "runs"
 
@@ -72,6 +73,26 @@ def parser() -> Parser:
     option("--data", metavar="PATH", help="a file or a folder (default: Python's standard library)")
     kinds = "; ".join(f"{name}: {what}" for name, what in OPTIMIZERS.items())
     option("--optimizer", choices=OPTIMIZERS, help=f"of every recipe. {kinds} (default: {Settings.optimizer})")
+    ways = "; ".join(f"{name}: {what}" for name, what in PARALLEL.items())
+    option(
+        "--nproc",
+        type=at_least(1),
+        metavar="N",
+        help="processes that train each recipe together, on this machine, each with a GPU or a share of the cores; "
+        "under torchrun those that it started",
+    )
+    option(
+        "--parallel",
+        choices=PARALLEL,
+        help=f"how they share the work. {ways}. The loss is that of one process, up to rounding. Columns of bytes are "
+        "those of one process, and a resumed run needs as many as before",
+    )
+    option(
+        "--float8-all-gather",
+        action="store_true",
+        default=None,
+        help="fsdp2 sends weights in float8, a byte an element, where the recipe multiplies them so",
+    )
     option("--no-compile", action="store_true", default=None, help="run eagerly: slow, starts at once")
     option("--out", type=Path, metavar="DIR", help="where results go (default: runs/<time>)")
     option(
@@ -104,7 +125,12 @@ def new_run(options: argparse.Namespace) -> Request:
         data=options.data and str(Path(options.data).resolve()),
         compile=not options.no_compile,
         optimizer=options.optimizer or Settings.optimizer,
+        parallel=options.parallel,
+        processes=options.nproc or parallel.started() or 1,
+        float8_all_gather=bool(options.float8_all_gather),
     )
+    if options.parallel and not options.nproc and not parallel.started():
+        raise UsageError(f"--parallel {options.parallel} is for several processes: --nproc N, or torchrun")
     folder = options.out or RUNS / time.strftime("%Y-%m-%d-%H%M%S")
     if (folder / FILE).exists():
         raise UsageError(f"{folder} holds a run already: --resume it, or give another --out")
@@ -139,6 +165,7 @@ def parse(arguments: list[str] | None) -> Request:
         request = new_run(options) if options.resume is None else resumed_run(options)
     except ValueError as error:
         raise UsageError(str(error)) from None
+    parallel.check(request.settings)
     if request.settings.optimizer == "adamw8":
         adamw8()  # before the text is read and a folder made, and before a checkpoint with its states is loaded
     return request

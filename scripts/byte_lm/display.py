@@ -106,11 +106,12 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
 
 
 def title(rows: Sequence[Row], settings: Settings) -> str:
-    """With the size of the optimizer's states, which no recipe changes."""
+    """With the size of the optimizer's states, which no recipe changes; of several processes, the first one's."""
     size = next((row.optimizer_bytes for row in rows if row.optimizer_bytes is not None), None)
     states = f" ({size / 1e6:,.1f} MB of states)" if size is not None else ""
     run = f"{settings.size}: {settings.steps} steps of {tokens_per_step(settings)} tokens"
-    return f"{run}, {settings.optimizer}{states}"
+    together = f", {settings.processes} x {settings.parallel}" if settings.parallel else ""
+    return f"{run}{together}, {settings.optimizer}{states}"
 
 
 def results_table(rows: Sequence[Row], settings: Settings) -> Table:

@@ -7,8 +7,10 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
+from byte_lm.saved_bytes import parts
 from byte_lm.settings import UsageError
 from float8_compile.variants import quiet
 
@@ -33,9 +35,11 @@ def adamw8() -> type[Optimizer]:
 
 def build_optimizer(name: str, parameters: Iterable[nn.Parameter], *, compile: bool) -> Optimizer:
     parameters = list(parameters)
+    # No kernel steps plain tensors and DTensors together.
+    kinds = [(is_matrix, is_split) for is_matrix in (True, False) for is_split in (False, True)]
+    alike = {kind: [p for p in parameters if (p.dim() >= 2, isinstance(p, DTensor)) == kind] for kind in kinds}
     groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.1},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        {"params": some, "weight_decay": 0.1 if is_matrix else 0.0} for (is_matrix, _), some in alike.items() if some
     ]
     if name == "adamw":
         return AdamW(groups, betas=BETAS, fused=True)
@@ -63,12 +67,5 @@ def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
 
 
 def state_bytes(optimizer: Optimizer) -> int:
-    """Of all states, as they lie in memory."""
-    return sum(_bytes(value) for state in optimizer.state.values() for value in state.values())
-
-
-def _bytes(tensor: Tensor) -> int:
-    if hasattr(tensor, "__tensor_flatten__"):  # float8 codes and their scales, which call themselves float32
-        names, _ = tensor.__tensor_flatten__()
-        return sum(_bytes(getattr(tensor, name)) for name in names)
-    return tensor.nbytes
+    """Of all states, as they lie in this process's memory."""
+    return sum(part.nbytes for state in optimizer.state.values() for value in state.values() for part in parts(value))

@@ -9,6 +9,11 @@ OPTIMIZERS = {
     "adamw": "AdamW, states in float32",
     "adamw8": "torchao's AdamWFp8, states in float8",
 }
+PARALLEL = {
+    "ddp": "each process has the model and a part of each step's sequences",
+    "fsdp2": "the same, with weights, gradients and optimizer states split over them",
+    "tp": "each has the same sequences, some of the heads and some of the hidden units",
+}
 
 
 class UsageError(Exception):
@@ -42,7 +47,8 @@ SIZES = {
 class Settings:
     """`recipes` begins with the yardstick. `data` is None for Python's standard library.
 
-    `optimizer` has a default for `--resume`: results from before there was a choice don't name it.
+    What has a default has it for `--resume`: results from before there was a choice don't name it. `parallel` is None
+    for a process of its own; `batch` is that of all processes.
     """
 
     recipes: tuple[str, ...]
@@ -53,6 +59,9 @@ class Settings:
     data: str | None
     compile: bool
     optimizer: str = "adamw"
+    parallel: str | None = None
+    processes: int = 1
+    float8_all_gather: bool = False
 
     @property
     def shape(self) -> Size:

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from byte_lm.data import Text, training_batch, validation_batches
 from byte_lm.interrupt import Interrupt
 from byte_lm.model import ByteLM
 from byte_lm.optimizers import build_optimizer, build_twin, set_learning_rate, state_bytes
+from byte_lm.parallel import ALONE, Team, clip_gradients, split_like, whole
 from byte_lm.progress import Progress
 from byte_lm.saved_bytes import count_saved_bytes
 from byte_lm.settings import BASELINE, Settings
@@ -36,18 +38,20 @@ def recipe_named(name: str) -> f8.Recipe:
     return recipe
 
 
-def build_model(settings: Settings, recipe: str) -> ByteLM:
-    """The same seed and recipe give the same weights, whatever ran before."""
+def build_model(settings: Settings, recipe: str, team: Team) -> tuple[ByteLM, nn.Module]:
+    """The model, and what is called to run it. The same seed gives the same weights, whatever ran before."""
     torch.manual_seed(settings.seed)
     shape = settings.shape
     model = ByteLM(shape.width, shape.layers, shape.heads, shape.context).to(device())
     if recipe != BASELINE:
-        f8.convert_to_float8_training(model, config=recipe_named(recipe))
+        gathered = dataclasses.replace(recipe_named(recipe), fsdp_float8_all_gather=settings.float8_all_gather)
+        f8.convert_to_float8_training(model, config=gathered)
+    called = team.share(model)
     if settings.compile:
         # Block by block: all blocks share one compilation.
         for block in model.blocks:
             block.compile(fullgraph=True)
-    return model
+    return model, called
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
@@ -66,10 +70,10 @@ def start_compiler() -> None:
 class Trainer:
     """One recipe's model in training. Every batch is a function of the settings and the step."""
 
-    def __init__(self, settings: Settings, recipe: str, text: Text) -> None:
-        self.settings, self.text = settings, text
+    def __init__(self, settings: Settings, recipe: str, text: Text, team: Team = ALONE) -> None:
+        self.settings, self.text, self.team = settings, text, team
         self.progress = Progress(recipe, settings.steps)
-        self.model = build_model(settings, recipe)
+        self.model, self.called = build_model(settings, recipe, team)
         self.optimizer = build_optimizer(settings.optimizer, self.model.parameters(), compile=settings.compile)
 
     def loss(self, rows: Tensor) -> Tensor:
@@ -79,12 +83,13 @@ class Trainer:
         # weights. bf16 and every float8 recipe get the same activations, and on a CPU with bfloat16
         # instructions this is a third faster than float32.
         with torch.autocast(device().type, torch.bfloat16):
-            logits = self.model(rows[:, :-1])
+            logits = self.called(rows[:, :-1])
         return functional.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
 
     def batch(self) -> Tensor:
         at = self.settings
-        return training_batch(self.text, self.progress.done, at.seed, at.batch, at.shape.context)
+        rows = training_batch(self.text, self.progress.done, at.seed, at.batch, at.shape.context)
+        return self.team.own_rows(rows)
 
     def first_pass(self) -> None:
         """Compiles forward, backward, evaluation and the optimizer's step, and changes nothing: a twin steps.
@@ -119,35 +124,42 @@ class Trainer:
         set_learning_rate(self.optimizer, rate)
         loss = self.loss(self.batch())
         loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        clip_gradients(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.progress.losses.append(loss.item())
+        self.progress.losses.append(self.team.mean(loss))
         self.progress.step_seconds.append(time.perf_counter() - start)
 
     @torch.no_grad()
     def validate(self) -> None:
         batches = validation_batches(self.text, self.settings.batch, self.settings.shape.context)
-        loss = statistics.fmean(self.loss(rows).item() for rows in batches)
+        loss = statistics.fmean(self.team.mean(self.loss(self.team.own_rows(rows))) for rows in batches)
         self.progress.validation.append((self.progress.done, loss))
 
     def save(self, path: Path) -> None:
-        """Atomic: an interrupted save leaves the last one. A completed run needs no optimizer."""
+        """Atomic: an interrupted save leaves the last one. A completed run needs no optimizer. Collective."""
         unfinished = not self.progress.complete
         state = {
             "progress": self.progress.as_plain(),
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict() if unfinished else None,
+            "model": whole(self.model.state_dict()),
+            "optimizer": whole(self.optimizer.state_dict()) if unfinished else None,
         }
+        if not self.team.leads:
+            return
         torch.save(state, path.with_suffix(".partial"))
         os.replace(path.with_suffix(".partial"), path)
 
     def load(self, path: Path) -> None:
+        """What the first process reads, all have. Collective."""
         # The optimizer's numbers on the host (adamw8's step and learning rate) must not move to a GPU.
-        state = torch.load(path, weights_only=True, map_location="cpu")
+        saved = torch.load(path, weights_only=True, map_location="cpu") if self.team.leads else None
+        state: Any = self.team.told(saved)
         self.progress = Progress.from_plain(state["progress"])
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        own, held = self.model.state_dict(), state["optimizer"]
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.model.load_state_dict({name: split_like(tensor, own[name]) for name, tensor in state["model"].items()})
+        held["state"] = {number: split_like(of, parameters[number]) for number, of in held["state"].items()}
+        self.optimizer.load_state_dict(held)
 
 
 def load_progress(path: Path) -> Progress:
@@ -168,7 +180,7 @@ def train(trainer: Trainer, checkpoint: Path, report: Callable[[Progress], None]
                 trainer.validate()
                 trainer.save(checkpoint)
             report(progress)
-            if interrupt.heard:
+            if trainer.team.any(interrupt.heard):
                 trainer.save(checkpoint)
                 raise KeyboardInterrupt
     finally:
