@@ -57,6 +57,7 @@ CONTENDERS = (
         for gather in ("", GATHER)
         for keep in ("", KEEP)
     ),
+    "rowwise",
     f"rowwise{GATHER}",
 )
 BARS = {"after forward": "#0072B2", "peak": "#D55E00"}
@@ -206,7 +207,7 @@ def draw(path: Path, rows: dict[str, Row], title: str) -> None:
         axes.set_yticks(range(len(rows)), list(rows))
         axes.invert_yaxis()
         axes.set_xlabel("MB a rank, beyond parameters")
-        axes.legend(frameon=False, loc="lower right")
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
         figure.suptitle(title, x=0.01, ha="left", fontsize=8, wrap=True)
         figure.savefig(path, dpi=130)
 

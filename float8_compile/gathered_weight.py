@@ -123,7 +123,8 @@ class WeightGather:
     def note_sharded(self) -> None:
         """Called where the layer is known to hold the sharded parameter."""
         layer = self._layer()
-        if layer is not None and self.is_sharded and hasattr(layer.weight, "placements"):
+        # Not any DTensor: where tensor parallelism has split it too, the gathered one is one as well.
+        if layer is not None and self.is_sharded and isinstance(local_part(layer.weight), GatheredShard):
             self._sharded = weakref.ref(layer.weight)
 
     def note_write(self, written: Tensor) -> None:

@@ -150,11 +150,11 @@ def _tokens_of(layout: Placement, of: str) -> int | None:
     """The axis that a layout splits, or None where each rank has everything."""
     if isinstance(layout, Shard):
         if layout.dim < 0:
-            raise ValueError(f"{of}={layout}: count the axis of the tokens from the front, such as Shard(1)")
+            raise ValueError(f"{of}={layout!r}: count the axis of the tokens from the front, such as Shard(1)")
         return layout.dim
     if layout.is_replicate():
         return None
-    raise ValueError(f"{of}={layout}: expected Replicate(), or Shard(axis) of the tokens")
+    raise ValueError(f"{of}={layout!r}: expected Replicate(), or Shard(axis) of the tokens")
 
 
 def _local_input(

@@ -24,6 +24,7 @@ from ranks import Ranks, counted_all_reduces, ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -838,3 +839,36 @@ def test_shared_weights_are_gathered_as_all_who_hold_them_want(two: Ranks, recip
         embedding, weight, biases = 4 * 32 * K // 2, K * K // 2, 4 * 2 * K // 2
         assert found["sent"] == (torch.uint8, embedding + weight + biases + (4 * K // 2 if recipe == "rowwise" else 0))
         assert_same_bits(*found["seen"])
+
+
+# Replicas of shards (HSDP)
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    with ranks(4) as started:
+        yield started
+
+
+def on_a_mesh_of_replicas(recipe: str) -> tuple[State, State, list[list[int]]]:
+    """Two replicas of two shards, against one process; and the ranks of each amax all-reduce of a mesh."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model, alone = sharded(net(), recipe, mesh=mesh), f8.convert_to_float8_training(net(), config=recipe)
+    with counted_all_reduces() as calls:
+        for module in (model, alone):
+            optimizer = torch.optim.SGD(module.parameters(), lr=1e-2)
+            for step in range(STEPS):
+                module(batch(step, 0, 0)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    groups = [torch.distributed.get_process_group_ranks(group) for size, group in calls if group and size == WEIGHTS]
+    return whole(model), whole(alone), groups
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_replicas_of_shards_are_bitwise_as_in_one_process(four: Ranks, recipe: str) -> None:
+    """Amaxes are reduced over the shards of one replica, which have the whole weight together."""
+    for number, (ours, theirs, groups) in enumerate(four(on_a_mesh_of_replicas, recipe)):
+        assert_same_bits(ours, theirs)
+        assert all(group == [number // 2 * 2, number // 2 * 2 + 1] for group in groups)
+        assert bool(groups) == (recipe in ("tensorwise", "delayed"))
