@@ -20,6 +20,9 @@ WEIGHTS = sum(linear.weight.numel() for linear in LINEARS)
 ROWS = sum(linear.out_features for linear in LINEARS)
 
 
+pytestmark = pytest.mark.xdist_group("fsdp_memory")  # all read one run
+
+
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """By contender. In a process of its own, since the process group is the process's."""

@@ -26,7 +26,10 @@ WEIGHTS = sum(linear.weight.numel() for linear in LINEARS)  # elements of those 
 PARAMETERS = sum(p.numel() for p in Deit(TINY).parameters())
 SCALE = 4 * len(LINEARS)  # bytes of a float32 for each weight
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.xdist_group("memory"),  # all read one run
+]
 
 
 def arguments(folder: Path, *others: str) -> list[str]:

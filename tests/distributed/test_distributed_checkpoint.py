@@ -78,7 +78,7 @@ def load(folder: str, recipe: str, gather: bool) -> tuple[State, State, list[tor
 
 @pytest.mark.parametrize(
     ("recipe", "gather"),
-    [("delayed", False), ("delayed", True), ("tensorwise", True), ("rowwise", True), ("rowwise", False)],
+    [("delayed", False), ("delayed", True), ("tensorwise", True), ("rowwise", True)],
 )
 def test_saved_by_two_processes_and_loaded_by_others(
     two: Ranks, loaders: Ranks, tmp_path: Path, recipe: str, gather: bool
