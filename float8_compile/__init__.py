@@ -34,7 +34,6 @@ from float8_compile.convert import (
 )
 from float8_compile.filters import auto_filter
 from float8_compile.flat_gradients import FlatGradients
-from float8_compile.gathered_weight import precompute_float8_dynamic_scale_for_fsdp
 from float8_compile.graphs import make_graphed_callables
 from float8_compile.linear import Float8Linear
 from float8_compile.recipe import Cast, DelayedScaling, Gemm, Recipe
@@ -42,6 +41,7 @@ from float8_compile.recompute import sac_save_ops
 from float8_compile.report import saved_tensors_report
 from float8_compile.tensor import Float8Tensor
 from float8_compile.weight_cache import cache_weight_casts
+from float8_compile.weight_gather import precompute_float8_dynamic_scale_for_fsdp
 
 __version__ = "0.1.0"
 

@@ -18,9 +18,10 @@ from float8_compile.cached_weight import CachedWeight
 from float8_compile.cast import scale_from_amax, tensor_amax
 from float8_compile.delayed import ROLES, DelayedScale
 from float8_compile.delayed_step import adopt, give_scales, scales_of, watch
-from float8_compile.gathered_weight import Model, WeightGather, gather_of
+from float8_compile.gathered_weight import bind, gather_of, release
 from float8_compile.recipe import Recipe
 from float8_compile.split import Split
+from float8_compile.weight_gather import Model, WeightGather
 
 PREFIX = "fp8_"
 STATE_KEYS = frozenset(f"{PREFIX}{name}_{role}" for name in ("amax", "amax_history", "scale") for role in ROLES)
@@ -69,7 +70,7 @@ class ScaledLinear(nn.Linear):
         """
         cast = recipe.output.right if recipe.fsdp_float8_all_gather else None
         if self.gather is not None and self.gather.cast != cast:
-            self.gather.release(self)
+            release(self.gather, self)
             self.gather = None
         if self.gather is None and cast is not None:
             self.gather = gather_of(self, cast, model or Model())
@@ -78,7 +79,7 @@ class ScaledLinear(nn.Linear):
         """As in nn.Module; what tensor parallelism or a user puts in the weight's place is gathered as that was."""
         super().register_parameter(name, param)
         if name == "weight" and vars(self).get("gather") is not None:
-            vars(self)["gather"].bind(self)
+            bind(vars(self)["gather"], self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """`.to()`, `.bfloat16()`, `to_empty` and so on: scales follow the weight's device, and stay float32."""
@@ -104,7 +105,7 @@ class ScaledLinear(nn.Linear):
         if self.cached_weight is not None:
             self.cached_weight.bind(self.weight)  # type: ignore[arg-type]
         if self.gather is not None:
-            self.gather.bind(self)
+            bind(self.gather, self)
         if scales:
             adopt(self)
             if any(now is not was for now, was in zip(self.parameters(), before, strict=False)):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from float8_compile.collectives import GatherTokens, gather_operand
 from float8_compile.delayed import cast_with
 from float8_compile.delayed_step import give_scales
-from float8_compile.gathered_weight import Model, high_precision
+from float8_compile.gathered_weight import high_precision, release
 from float8_compile.gradient_slice import slice_of
 from float8_compile.layer_scales import ScaledLinear
 from float8_compile.linear_function import Float8LinearFunction, State, parts
@@ -32,6 +32,7 @@ from float8_compile.recompute import cast_weight, gathered_weight
 from float8_compile.split import Exchange, ways_split
 from float8_compile.tensor import Float8Tensor, Operand
 from float8_compile.torch_internals import apply_function, local_part, transforms_are_active
+from float8_compile.weight_gather import Model
 
 _PLAIN = Gemm(HIGH_PRECISION, HIGH_PRECISION)
 _HIGH_PRECISION = Recipe(_PLAIN, _PLAIN, _PLAIN, name="high precision")
@@ -77,7 +78,7 @@ class Float8Linear(ScaledLinear):
     def become_plain(self) -> None:
         """Become an `nn.Linear` again, the same object."""
         if self.gather is not None:
-            self.gather.release(self)
+            release(self.gather, self)
         self.hold(None)
         self.__class__ = nn.Linear  # type: ignore[assignment]
         for name in _ATTRIBUTES:

@@ -40,6 +40,7 @@ ORDER = [
     "delayed",
     "delayed_step",
     "cached_weight",
+    "weight_gather",
     "gathered_weight",
     "layer_scales",
     "recompute",

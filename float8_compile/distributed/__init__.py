@@ -6,7 +6,7 @@ from float8_compile.distributed.tensor_parallel import (
     Float8RowwiseParallel,
     PrepareFloat8ModuleInput,
 )
-from float8_compile.gathered_weight import precompute_float8_dynamic_scale_for_fsdp
+from float8_compile.weight_gather import precompute_float8_dynamic_scale_for_fsdp
 
 __all__ = [
     "Float8ColwiseParallel",
