@@ -205,7 +205,10 @@ for recipe in f8.Recipe.names():
                 fully_shard(block, mesh=mesh, reshard_after_forward=True)
             fully_shard(model, mesh=mesh)
             run = torch.compile(model, backend=backend) if how == "whole" else model
+            torch._dynamo.utils.counters.clear()
             print(recipe, keeps, input_needs_gradient, alive(model, run, input_needs_gradient) / (N * K), flush=True)
+            # FSDP2's own hooks break the graph of a whole model; a block's is one.
+            assert how == "whole" or not torch._dynamo.utils.counters["graph_break"]
 """
 
 
