@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.multiprocessing
 
-TIMEOUT = 60
+TIMEOUT = 180  # a rank may compile while the others wait for it, on a machine that is busy
 
 
 class Ranks:
