@@ -1,6 +1,6 @@
 """What FSDP2 keeps and sends with float8 weights: kept, cast again or gathered again, in float8 or bfloat16.
 
-    python -m benchmarks.fsdp_memory                                                     # counted; two cores 8 minutes
+    python -m benchmarks.fsdp_memory                                                     # counted; two cores 2 minutes
     torchrun --nproc-per-node 8 -m benchmarks.fsdp_memory --blocks 24 --batch 64         # measured, on GPUs
 
 A contender is a variant of float8_compile/variants.py; "+gather" behind it gathers its weights in float8. Blocks of
