@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -39,6 +40,29 @@ class Memory:
     def at(self, name: str) -> list[int]:
         """The bytes at each mark of this name."""
         return [alive for marked, alive in self.marks if marked == name]
+
+
+def of_microbatch(loss: Callable[[], Tensor]) -> tuple[int, int, int]:
+    """Bytes alive when `loss()` is there, after its backward, and the most at one time; see `Memory`."""
+
+    def microbatch() -> Tensor:
+        value = loss()
+        mark("forward")
+        value.backward()
+        return value
+
+    memory = memory_of(microbatch)
+    return memory.at("forward")[0], memory.alive, memory.peak
+
+
+def of_microbatch_on_a_gpu(loss: Callable[[], Tensor]) -> tuple[int, int, int]:
+    """The same, by torch.cuda's own count."""
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    value = loss()
+    forward = torch.cuda.memory_allocated()
+    value.backward()
+    return forward - before, torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
 
 
 def mark(name: str) -> None:

@@ -24,7 +24,7 @@ import gc
 import os
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.allocations import mark, memory_of
+from benchmarks.allocations import of_microbatch, of_microbatch_on_a_gpu
 from benchmarks.deit import SHAPES, Deit, Shape
 from benchmarks.interleaved import interleaved
 from benchmarks.record import RESULTS, circumstances, markdown, write, write_json
@@ -117,8 +117,9 @@ class Training:
         gc.collect()
         with Sent() as sent:
             self.step()
-        watch = _on_gpus if self.patches.is_cuda else _counted
-        return Row(sent.nbytes, *watch(self.loss))
+        watch = of_microbatch_on_a_gpu if self.patches.is_cuda else of_microbatch
+        forward, _, peak = watch(self.loss)
+        return Row(sent.nbytes, forward, peak)
 
 
 def convert(model: nn.Module, name: str) -> None:
@@ -139,26 +140,6 @@ def convert(model: nn.Module, name: str) -> None:
         return
     recipe = replace(Recipe.from_name(base.removesuffix(KEEP)), fsdp_float8_all_gather=gather)
     convert_to_float8_training(model, config=recipe, recompute_weight_cast=not base.endswith(KEEP))
-
-
-def _counted(loss: Callable[[], Tensor]) -> tuple[int, int]:
-    def microbatch() -> Tensor:
-        value = loss()
-        mark("forward")
-        value.backward()
-        return value
-
-    memory = memory_of(microbatch)
-    return memory.at("forward")[0], memory.peak
-
-
-def _on_gpus(loss: Callable[[], Tensor]) -> tuple[int, int]:
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    value = loss()
-    forward = torch.cuda.memory_allocated()
-    value.backward()
-    return forward - before, torch.cuda.max_memory_allocated() - before
 
 
 def start(ranks: int) -> str:

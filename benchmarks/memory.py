@@ -46,7 +46,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.allocations import mark, memory_of
+from benchmarks.allocations import of_microbatch, of_microbatch_on_a_gpu
 from benchmarks.deit import SHAPES, Deit, Shape
 from benchmarks.record import RESULTS, circumstances, markdown, write, write_json
 from float8_compile import FlatGradients
@@ -138,7 +138,7 @@ class Training:
         """By OWN and BEYOND, of a second microbatch."""
         self.loss().backward()  # compiles
         gc.collect()
-        watch = _on_a_gpu if self.patches.is_cuda else _on_a_cpu
+        watch = of_microbatch_on_a_gpu if self.patches.is_cuda else of_microbatch
         forward, backward, peak = watch(self.loss)
         own = dict(zip(OWN, self._own(), strict=True))
         self.optimizer.zero_grad()
@@ -161,26 +161,6 @@ def one_for_all(backend: str) -> RunBlock:
         return block(x)
 
     return compile(with_own_code(run), fullgraph=True, dynamic=False, backend=backend)
-
-
-def _on_a_cpu(loss: Callable[[], Tensor]) -> tuple[int, int, int]:
-    def microbatch() -> Tensor:
-        value = loss()
-        mark("forward")
-        value.backward()
-        return value
-
-    memory = memory_of(microbatch)
-    return memory.at("forward")[0], memory.alive, memory.peak
-
-
-def _on_a_gpu(loss: Callable[[], Tensor]) -> tuple[int, int, int]:
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    value = loss()
-    forward = torch.cuda.memory_allocated()
-    value.backward()
-    return forward - before, torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
 
 
 def _nbytes(*tensors: Tensor | None) -> int:

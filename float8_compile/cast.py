@@ -11,13 +11,22 @@ flushes small gradients to zero. Where the amax is another step's, it is delayed
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from float8_compile.recipe import FLOAT8_DTYPES, Cast, Granularity
 from float8_compile.split import Across, shared_amax
 from float8_compile.tensor import Float8Tensor, Operand
-from float8_compile.torch_internals import at_most, guard_or_false, is_transformed, is_watched, saturate
+from float8_compile.torch_internals import (
+    at_most,
+    foreach_amax,
+    guard_or_false,
+    is_transformed,
+    is_watched,
+    saturate,
+)
 
 _FLOAT32_EXPONENT = 0x7F800000  # the eight exponent bits of a float32
 
@@ -39,6 +48,16 @@ def tensor_amax(x: Tensor, granularity: Granularity = "tensor", axis: int = -1, 
     if granularity == "row":
         return x.abs().amax(axis, keepdim=True)
     return x.abs().amax(-1).amax() if produced and torch.compiler.is_compiling() else x.abs().amax()
+
+
+def batched_amax(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
+    """(len(tensors),) float32 on the device: their largest magnitudes, batched; 0 of an empty one, and of None."""
+    held = {number: t for number, t in enumerate(tensors) if t is not None and t.numel()}
+    if not held:
+        return torch.zeros(len(tensors), device=device)
+    largest = dict(zip(held, foreach_amax(list(held.values())), strict=True))
+    zero = next(iter(largest.values())).new_zeros(())
+    return torch.stack([largest.get(number, zero) for number in range(len(tensors))]).to(device)
 
 
 def scale_from_amax(amax: Tensor, dtype: torch.dtype, power_of_two: bool = False) -> Tensor:

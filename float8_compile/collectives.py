@@ -69,6 +69,13 @@ def sum_over(x: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
     return _waited_for(functional.all_reduce(x.contiguous(), "sum", group))
 
 
+def largest_of_all(amax: Tensor, group: Group) -> Tensor:
+    """The largest of the ranks' amaxes, in float32. NaN becomes inf, since MAX loses a NaN on some ranks."""
+    largest = torch.where(amax.isnan(), torch.inf, amax).float()
+    torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=group)
+    return largest
+
+
 def _newer(functional: Any, name: str, older: str) -> Any:
     """torch 2.13 renamed two of them, and warns of the older names in each call."""
     return getattr(functional, name, None) or getattr(functional, older)

@@ -17,7 +17,7 @@ from typing import Any, Literal, cast
 from torch import nn
 
 from float8_compile.compat import is_linear_config, recipe_from_config
-from float8_compile.filters import missing_gpu_support, obstacle
+from float8_compile.filters import is_fully_sharded, missing_gpu_support, obstacle
 from float8_compile.linear import Float8Linear, become_float8
 from float8_compile.recipe import Recipe
 from float8_compile.recompute import weights_to_keep
@@ -156,7 +156,7 @@ def _planned(
     recipe = recipe_of(linear, fqn)
     if recipe is None:
         return row(None, "left out by config")
-    if missing := missing_gpu_support(linear, recipe):
+    if missing := missing_gpu_support(linear.weight.device, recipe):
         raise RuntimeError(
             f"layer {fqn!r} is on {linear.weight.device}: {missing}. Emulate it in float32 with "
             "config=dataclasses.replace(Recipe.from_name(...), emulate=True), or leave it out with module_filter_fn"
@@ -190,7 +190,7 @@ def _without_gathers_of_shared_weights(
     for holder in module.modules():
         for parameter in vars(holder)["_parameters"].values():
             wanted.setdefault(id(parameter), set()).add(casts.get(holder))  # type: ignore[call-overload]
-    sharded = {m for root in module.modules() if _is_fsdp(root) for m in root.modules()}
+    sharded = {m for root in module.modules() if is_fully_sharded(root) for m in root.modules()}
 
     def settled(row: ConversionRow) -> ConversionRow:
         linear = linears[row.fqn]
@@ -206,10 +206,6 @@ def _without_gathers_of_shared_weights(
         return row
 
     return [settled(row) for row in plan]
-
-
-def _is_fsdp(module: nn.Module) -> bool:
-    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
 
 
 def _recipe_chooser(config: Any) -> Callable[[nn.Linear, str], Recipe | None]:

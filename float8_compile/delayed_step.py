@@ -25,9 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from float8_compile.after_step import listen
+from float8_compile.cast import batched_amax
+from float8_compile.collectives import largest_of_all
 from float8_compile.delayed import ROLES, DelayedScale, DelayedScales, move_on
 from float8_compile.recipe import Recipe
-from float8_compile.torch_internals import foreach_amax
 
 UNSEEN_BACKWARDS = 20
 
@@ -137,21 +138,16 @@ class _Moving:
 
 
 def _amaxes(moving: _Moving) -> Tensor:
-    """This step's amaxes, (3 · layers,): the running ones, and the weights' own. NaN as inf, which MAX can't lose."""
+    """This step's amaxes, (3 · layers,): the running ones, and the weights' own."""
     scales = moving.scales
-    amax = torch.where(scales.amax.isnan(), torch.inf, scales.amax)
     first = ROLES.index("weight") * scales.count
     weights = {
-        entry.position - first: weight
+        entry.position - first: _local(layer.weight)
         for layer, (*_, entry) in moving.held.items()
-        if layer in moving.layers and entry.position >= first and (weight := _local(layer.weight)).numel()
+        if layer in moving.layers and entry.position >= first
     }
-    if not weights:
-        return amax
-    largest = dict(zip(weights, foreach_amax(list(weights.values())), strict=True))
-    zero = amax.new_zeros(())
-    of_weights = torch.stack([largest.get(row, zero) for row in range(scales.count)])
-    return torch.cat([amax[:first], torch.where(of_weights.isnan(), torch.inf, of_weights)])
+    of_weights = batched_amax([weights.get(row) for row in range(scales.count)], scales.amax.device)
+    return torch.cat([scales.amax[:first], of_weights])
 
 
 def _local(weight: Tensor) -> Tensor:
@@ -172,8 +168,7 @@ def _reduced(moving: Sequence[_Moving]) -> list[Tensor]:
         if torch.distributed.get_world_size(group) > 1:
             vector = torch.cat([amaxes[number] for number in numbers])
             _check_alike(group, vector, [layer for number in numbers for layer in moving[number].held])
-            torch.distributed.all_reduce(vector, torch.distributed.ReduceOp.MAX, group=group)
-            parts = vector.split([len(amaxes[number]) for number in numbers])
+            parts = largest_of_all(vector, group).split([len(amaxes[number]) for number in numbers])
             for number, reduced in zip(numbers, parts, strict=True):
                 amaxes[number] = reduced
     return amaxes

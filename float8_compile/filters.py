@@ -23,7 +23,7 @@ def obstacle(linear: nn.Linear) -> str | None:
         return "nn.MultiheadAttention reads its weight and never calls it"
     if isinstance(linear, nn.LazyLinear):
         return "LazyLinear has no weight yet: run one batch, then convert"
-    if any(base.__name__ == "FSDPModule" for base in type(linear).__mro__):
+    if is_fully_sharded(linear):
         return "it is sharded already: convert before fully_shard"
     if type(linear) not in (nn.Linear, Float8Linear):
         return f"{type(linear).__name__} is a subclass of nn.Linear with a behaviour of its own"
@@ -37,9 +37,13 @@ def obstacle(linear: nn.Linear) -> str | None:
     return None
 
 
-def missing_gpu_support(linear: nn.Linear, recipe: Recipe) -> str | None:
-    """Why the GPU that the weight is on can't run the recipe, or None."""
-    device = linear.weight.device
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Whether FSDP2's `fully_shard` was called on this module. By name, since the class is a late import."""
+    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+
+
+def missing_gpu_support(device: torch.device, recipe: Recipe) -> str | None:
+    """Why this device can't run the recipe, or None."""
     if device.type != "cuda" or recipe.emulate or not recipe.is_float8 or torch.version.hip is not None:
         return None
     capability = torch.cuda.get_device_capability(device)
@@ -63,11 +67,12 @@ _MEASURED_DEVICES = ("H100", "H200")  # the same tensor cores; other GPUs: nobod
 class AutoFilter:
     """Leaves out layers that would not gain; made by `auto_filter`.
 
-    granularity: of the recipe's output GEMM, which the measured table goes by.
+    granularity: of the recipe's output GEMM, which the measured table goes by. None: only GEMMs that would be padded
+        are left out, however small or large.
     skip: pieces of names to leave out in any case.
     """
 
-    granularity: str
+    granularity: str | None
     skip: tuple[str, ...]
 
     def __call__(self, linear: nn.Module, fqn: str) -> bool:
@@ -81,7 +86,7 @@ class AutoFilter:
         n, k = linear.weight.shape
         if n % 16 or k % 16:
             return f"K={k}, N={n}: not multiples of 16, so each GEMM would be padded"
-        for most_n, most_k in _LOSING_SHAPES[self.granularity]:
+        for most_n, most_k in () if self.granularity is None else _LOSING_SHAPES[self.granularity]:
             if n <= most_n and k <= most_k:
                 bounds = [f"{axis} <= {most}" for axis, most in (("N", most_n), ("K", most_k)) if most != _ANY]
                 return f"too small to gain ({' and '.join(bounds)}: casts cost more than the GEMM saves)"

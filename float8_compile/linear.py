@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from float8_compile.collectives import GatherTokens, gather_operand
-from float8_compile.delayed import cast_with
+from float8_compile.delayed import DelayedScale, cast_with
 from float8_compile.delayed_step import give_scales
 from float8_compile.gathered_weight import high_precision, release
 from float8_compile.gradient_slice import slice_of
@@ -29,7 +29,7 @@ from float8_compile.layer_scales import ScaledLinear
 from float8_compile.linear_function import Float8LinearFunction, State, parts
 from float8_compile.recipe import HIGH_PRECISION, Gemm, Recipe
 from float8_compile.recompute import cast_weight, gathered_weight
-from float8_compile.split import Exchange, ways_split
+from float8_compile.split import Exchange, unflattened, ways_split
 from float8_compile.tensor import Float8Tensor, Operand
 from float8_compile.torch_internals import apply_function, local_part, transforms_are_active
 from float8_compile.weight_gather import Model
@@ -94,11 +94,9 @@ class Float8Linear(ScaledLinear):
         if not self.enabled and split is None:
             return nn.functional.linear(input, high_precision(w_NK), bias)
         self._check(input, w_NK.shape[1])
-        device = input.device.type
-        autocast = device != "meta" and torch.is_autocast_enabled(device)
-        x = input.to(torch.get_autocast_dtype(device)) if autocast else input
+        x = autocast_input(input)
         x_MK = x if x.dim() == 2 else x.reshape(-1, w_NK.shape[1])
-        records = self.calibrating or (self.training and torch.is_grad_enabled())
+        records = self.records_amaxes()
         recipe = self._recipe if self.enabled else _HIGH_PRECISION
         sums_x_grad = split is not None and split.axis == 0 and not isinstance(x, Float8Tensor)
         blocks = 1 if split is None else split.blocks(x)
@@ -110,23 +108,23 @@ class Float8Linear(ScaledLinear):
             x8 = cast_with(x_MK, recipe.output.left, self.input_scale, record=records, across=of_x)
             if split is not None and gathers_x:
                 x8 = gather_operand(x8, split.group, blocks)
-        w8, kept_w8, kept_as_it_is = self._cast_weight(w_NK, recipe, read_by_backward=x.requires_grad)
+        # In eval the weights may be another's (an average, a checkpoint copied in): no optimizer step would tell.
+        weight_scale = self.weight_scale if self.training else None
+        w8, kept_w8, kept_as_it_is = self._cast_weight(w_NK, recipe, weight_scale, read_by_backward=x.requires_grad)
         keeps_w8 = kept_w8 is w8
         other_w8 = None if keeps_w8 else kept_w8
-        weight_scale = self.weight_scale if self.training else None
         exchange = None if split is None else Exchange(split, blocks, gathers_x, sums_x_grad)
         state = State(self.input_scale, self.grad_output_scale, weight_scale, records, slice_of(w_NK), exchange)
         operands = *parts(x8), *parts(w8), *parts(other_w8, w8)
         y_MN = apply_function(Float8LinearFunction, x_MK, w_NK, bias, *operands, keeps_w8, kept_as_it_is, recipe, state)
-        if x.dim() == 2:
-            return y_MN
-        tokens = list(x.shape[:-1])
-        if split is not None and split.tokens is not None:
-            tokens[split.tokens] = -1
-        return y_MN.view(*tokens, y_MN.shape[-1])
+        return y_MN if x.dim() == 2 else unflattened(y_MN, x, None if split is None else split.tokens)
+
+    def records_amaxes(self) -> bool:
+        """Whether a call records amaxes of delayed scales: in training with gradients, and while it calibrates."""
+        return self.calibrating or (self.training and torch.is_grad_enabled())
 
     def _cast_weight(
-        self, w_NK: Tensor, recipe: Recipe, read_by_backward: bool
+        self, w_NK: Tensor, recipe: Recipe, delayed: DelayedScale | None, read_by_backward: bool
     ) -> tuple[Operand, Operand | None, bool]:
         """The weight as `output` multiplies it, what backward is handed, and whether that is kept as it is."""
         of_w = ways_split(self.split)[1]
@@ -139,8 +137,6 @@ class Float8Linear(ScaledLinear):
             w8 = self.gather.operand(self._gathered(w_NK))
             w8, kept_w8 = gathered_weight(w_NK, w8, recipe, self.recompute_weight_cast, read_by_backward, of_w)
             return w8, kept_w8, self.recompute_weight_cast  # FSDP2's buffer, empty between forward and backward
-        # In eval the weights may be another's (an average, a checkpoint copied in): no optimizer step would tell.
-        delayed = self.weight_scale if self.training else None
         return *cast_weight(w_NK, recipe, self.recompute_weight_cast, read_by_backward, delayed, of_w), False
 
     def _local_parameters(self) -> tuple[Tensor, Tensor | None]:
@@ -186,6 +182,14 @@ class Float8Linear(ScaledLinear):
     def extra_repr(self) -> str:
         kept = "" if self.recompute_weight_cast else ", recompute_weight_cast=False"
         return f"{super().extra_repr()}, recipe={self.recipe}{kept}{'' if self.enabled else ', disabled'}"
+
+
+def autocast_input(x: Tensor) -> Tensor:
+    """The input in autocast's dtype, where that is on."""
+    device = x.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return x
+    return x.to(torch.get_autocast_dtype(device))
 
 
 _ATTRIBUTES = (

@@ -100,8 +100,9 @@ class Float8LinearFunction(torch.autograd.Function):
             if recipe.reads_gradient_in_float8:
                 g8 = cast_with(g_MN, recipe.grad_input.left, state.grad_output, record=state.records, across=of_g)
                 g8 = gather_operand(g8, exchange.split.group, exchange.blocks)
-                assert g8.scale is not None
-                g_MN = dequantized(g8.payload, g8.scale, g_MN.dtype)
+                if not recipe.casts_gradient_once:  # else nobody reads it
+                    assert g8.scale is not None
+                    g_MN = dequantized(g8.payload, g8.scale, g_MN.dtype)
             else:
                 g_MN = gather_tokens(g_MN, exchange.split.group, exchange.blocks)
             of_g = None
@@ -142,7 +143,7 @@ class Float8LinearFunction(torch.autograd.Function):
                 g_MN = torch.where(state.grad_output.amax < 0, 0.0, g_MN)
             # contiguous: the order of a sum depends on strides, and a compiled backward gets a contiguous gradient
             bias_grad = g_MN.contiguous().sum(0, dtype=torch.float32)
-            if exchange is not None and exchange.split.gathers_gradient:
+            if exchange is not None and gathered:
                 bias_grad = sum_over(bias_grad, exchange.split.group)
             bias_grad = bias_grad.to(ctx.bias_dtype)
         return x_grad, w_grad, bias_grad, *[None] * 13

@@ -46,7 +46,7 @@ from float8_compile.delayed import DelayedScale, cast_with, scale_in_use
 from float8_compile.gemm import stored_transposed
 from float8_compile.recipe import FLOAT8_DTYPES, Cast, Recipe
 from float8_compile.split import Across, shared_amax
-from float8_compile.tensor import Float8Tensor, Operand
+from float8_compile.tensor import Float8Tensor, Operand, dequantized
 from float8_compile.torch_internals import guard_or_false
 
 
@@ -123,8 +123,9 @@ def gathered_weight(
     elif recompute and not traced:
         return w8, None
     else:
+        assert w8.scale is not None
         with torch.no_grad():
-            high = Float8Tensor.dequantize(w)  # type: ignore[arg-type]
+            high = dequantized(w8.payload, w8.scale, w.dtype)
         other_w8 = _cast_tagged(high, recipe.grad_input.right, None, recompute, axis=0, across=across)
     return w8 if recompute or not traced else _needed_in_forward(w8, other_w8), other_w8
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from float8_compile.collectives import scatter_sum, sum_over
+from float8_compile.collectives import largest_of_all, scatter_sum, sum_over
 from float8_compile.recipe import Cast
 
 
@@ -62,6 +62,14 @@ class Split:
         return self  # frozen; and a process group can't be copied
 
 
+def unflattened(rows: Tensor, x: Tensor, tokens: int | None) -> Tensor:
+    """A 2-D tensor with the axes of x (..., F); along `tokens`, where that is given, it may be longer or shorter."""
+    shape = list(x.shape[:-1])
+    if tokens is not None:
+        shape[tokens] = -1
+    return rows.view(*shape, rows.shape[-1])
+
+
 def ways_split(split: Split | None) -> tuple[Across | None, Across | None, Across | None]:
     """How what the layer multiplies is split: the input (M, K), its weight (N, K), its output's gradient (M, N).
 
@@ -77,14 +85,11 @@ def ways_split(split: Split | None) -> tuple[Across | None, Across | None, Acros
 def shared_amax(amax: Tensor, how: Cast, axis: int, across: Across | None) -> Tensor:
     """The amax of the whole logical tensor, of which this rank has a part. Collective where the ranks' parts share it.
 
-    amax: of this rank's part, as `tensor_amax` gives it for `how.granularity` and `axis`. NaN becomes inf, since MAX
-    loses a NaN on some ranks.
+    amax: of this rank's part, as `tensor_amax` gives it for `how.granularity` and `axis`.
     """
     if across is None or (how.granularity == "row" and axis % 2 != across.axis):
         return amax
-    largest = torch.where(amax.isnan(), torch.inf, amax).float()
-    torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=across.group)
-    return largest
+    return largest_of_all(amax, across.group)
 
 
 class Exchange(NamedTuple):

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from float8_compile.after_step import listen
-from float8_compile.cast import saturating_cast, scale_from_amax, tensor_amax
+from float8_compile.cast import batched_amax, saturating_cast, scale_from_amax, tensor_amax
+from float8_compile.collectives import largest_of_all
 from float8_compile.recipe import Cast
 from float8_compile.split import Across, shared_amax
 from float8_compile.tensor import Float8Tensor, Operand
-from float8_compile.torch_internals import copy_all, foreach_amax, local_part, mark_static_address
+from float8_compile.torch_internals import copy_all, local_part, mark_static_address
 
 _alive: weakref.WeakValueDictionary[int, WeightGather] = weakref.WeakValueDictionary()  # in order, as on every rank
 _numbers = itertools.count()
@@ -116,7 +117,7 @@ class WeightGather:
         return payload, pad(scale, (0, 0, 0, missing), value=1.0) if missing else scale
 
     def _amax_by_row(self, shard: Tensor, mesh: Any) -> Tensor:
-        amax = tensor_amax(shard, "row") if shard.numel() else shard.new_zeros(shard.shape[0], 1)
+        amax = tensor_amax(shard, "row")
         parameter: Any = self.sharded()
         for dim, placement in enumerate(parameter.placements):
             if getattr(placement, "dim", 0) == 1:  # rows are split
@@ -149,9 +150,9 @@ def measure(gathers: Sequence[WeightGather], only_if_stale: bool = False) -> Non
             dims = [n for n, placement in enumerate(parameter.placements) if not placement.is_replicate()]
             together.setdefault((parameter.device_mesh, tuple(dims), gather.cast), []).append((gather, parameter))
     for (mesh, dims, cast), alike in together.items():
-        amax = _amaxes([local_part(parameter) for _, parameter in alike], alike[0][0].scale.device)
+        amax = batched_amax([local_part(parameter) for _, parameter in alike], alike[0][0].scale.device)
         for dim in dims:
-            torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=mesh.get_group(dim))
+            amax = largest_of_all(amax, mesh.get_group(dim))
         scale = scale_from_amax(amax, cast.dtype, cast.power_of_two)
         counted = [not only_if_stale or gather.is_stale(parameter) for gather, parameter in alike]
         for name, new in (("scale", scale), ("unscale", scale.reciprocal())):
@@ -175,15 +176,6 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
     for gather in gathers:
         gather.note_sharded()
     measure(gathers)
-
-
-def _amaxes(shards: Sequence[Any], device: torch.device) -> Tensor:
-    """This rank's amaxes; 0 of an empty shard, NaN as inf, which MAX can't lose."""
-    held = {number: shard for number, shard in enumerate(shards) if shard.numel()}
-    largest = dict(zip(held, foreach_amax(list(held.values())), strict=True)) if held else {}
-    zero = torch.zeros((), device=shards[0].device)
-    amax = torch.stack([largest.get(number, zero) for number in range(len(shards))]).to(device)
-    return torch.where(amax.isnan(), torch.inf, amax)
 
 
 def _after_step(stepped: set[int], _: Tensor | None) -> None:

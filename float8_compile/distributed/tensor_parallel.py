@@ -9,7 +9,6 @@ A tensor is gathered in high precision where a GEMM that reads it is: recipe `ro
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
@@ -21,8 +20,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 
 from float8_compile.collectives import gather_operand, scatter_sum
 from float8_compile.delayed import cast_with
-from float8_compile.linear import Float8Linear
-from float8_compile.split import Across, Split
+from float8_compile.linear import Float8Linear, autocast_input
+from float8_compile.split import Split, unflattened, ways_split
 from float8_compile.tensor import Float8Tensor
 from float8_compile.torch_internals import local_part, not_compiled_by_itself
 
@@ -36,13 +35,8 @@ class Float8ColwiseParallel(ColwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        layer, given, wanted = _float8_linear(module, self), self.input_layouts[0], self.output_layouts[0]
-        split = Split(0, device_mesh.get_group(), _tokens_of(given, "input_layouts"))
-        distribute_module(layer, device_mesh, self._partition_linear_fn)
-        layer.split = split
-        layer.register_forward_pre_hook(partial(_local_input, device_mesh, given, False))
-        layer.register_forward_hook(partial(_output, device_mesh, None, wanted, self.use_local_output))
-        return layer
+        tokens = _tokens_of(self.input_layouts[0], "input_layouts")
+        return _split(self, _float8_linear(module, self), device_mesh, 0, tokens)
 
 
 class Float8RowwiseParallel(RowwiseParallel):
@@ -52,13 +46,8 @@ class Float8RowwiseParallel(RowwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        layer, given, wanted = _float8_linear(module, self), self.input_layouts[0], self.output_layouts[0]
-        split = Split(1, device_mesh.get_group(), _tokens_of(wanted, "output_layouts"))
-        distribute_module(layer, device_mesh, self._partition_linear_fn)
-        layer.split = split
-        layer.register_forward_pre_hook(partial(_local_input, device_mesh, given, True))
-        layer.register_forward_hook(partial(_output, device_mesh, wanted, wanted, self.use_local_output))
-        return layer
+        tokens = _tokens_of(self.output_layouts[0], "output_layouts")
+        return _split(self, _float8_linear(module, self), device_mesh, 1, tokens)
 
 
 class PrepareFloat8ModuleInput(PrepareModuleInput):
@@ -146,6 +135,19 @@ def _float8_linear(module: nn.Module, style: object) -> Float8Linear:
     return module
 
 
+def _split(
+    style: ColwiseParallel | RowwiseParallel, layer: Float8Linear, mesh: DeviceMesh, axis: int, tokens: int | None
+) -> Float8Linear:
+    """The layer, its parameters split as torch's style does, along this axis of the weight, with hooks around it."""
+    given, wanted = style.input_layouts[0], style.output_layouts[0]
+    distribute_module(layer, mesh, style._partition_linear_fn)
+    layer.split = Split(axis, mesh.get_group(), tokens)
+    layer.register_forward_pre_hook(partial(_local_input, mesh, given, axis == 1))
+    has = wanted if axis == 1 else None
+    layer.register_forward_hook(partial(_output, mesh, has, wanted, style.use_local_output))
+    return layer
+
+
 def _tokens_of(layout: Placement, of: str) -> int | None:
     """The axis that a layout splits, or None where each rank has everything."""
     if isinstance(layout, Shard):
@@ -194,20 +196,15 @@ def _output(
 
 
 def _gathered_input(layer: Float8Linear, x: Tensor, tokens: int, group: torch.distributed.ProcessGroup) -> Tensor:
-    """The cast of x (..., tokens, ..., K) from all ranks."""
-    device = x.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
-        x = x.to(torch.get_autocast_dtype(device))
-    records = layer.calibrating or (layer.training and torch.is_grad_enabled())
-    blocks = math.prod(x.shape[:tokens])
-    x_MK = x.reshape(-1, x.shape[-1])
+    """The cast of x (..., tokens, ..., K) from all ranks, as a colwise layer would make it of its input."""
+    x, split, records = autocast_input(x), Split(0, group, tokens), layer.records_amaxes()
+    x_MK, blocks = x.reshape(-1, x.shape[-1]), split.blocks(x)
     with torch.no_grad():
-        x8 = cast_with(x_MK, layer.recipe.output.left, layer.input_scale, record=records, across=Across(0, group))
+        of_x = ways_split(split)[0]
+        x8 = cast_with(x_MK, layer.recipe.output.left, layer.input_scale, record=records, across=of_x)
         payload, scale, _ = gather_operand(x8, group, blocks)
         assert scale is not None
-    shape = list(x.shape[:-1])
-    shape[tokens] = -1
-    return _in_place_of(x_MK, payload, scale, group.group_name, blocks).view(*shape, x.shape[-1])
+    return unflattened(_in_place_of(x_MK, payload, scale, group.group_name, blocks), x, tokens)
 
 
 def _in_place_of(x_MK: Tensor, payload: Tensor, scale: Tensor, group: str, blocks: int) -> Tensor:

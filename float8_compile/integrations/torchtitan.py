@@ -14,8 +14,7 @@ import warnings
 from collections import Counter
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from types import SimpleNamespace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -71,8 +70,7 @@ class Float8LinearConverter:
             fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather,
         )
         # The model is built without memory, so no weight tells where it will be.
-        future = cast(nn.Linear, SimpleNamespace(weight=SimpleNamespace(device=torch.device("cuda"))))
-        if torch.cuda.is_available() and (missing := missing_gpu_support(future, self._recipe)):
+        if torch.cuda.is_available() and (missing := missing_gpu_support(torch.device("cuda"), self._recipe)):
             raise ValueError(f"Float8LinearConverter: {missing}. Emulate it in float32 with emulate=True")
 
     def convert(self, model: Any) -> Any:
@@ -128,17 +126,7 @@ class Float8LinearConverter:
         names = [name for name in self._config.filter_fqns if name != AUTO_FILTER]
         if AUTO_FILTER in self._config.filter_fqns:
             return auto_filter(self._recipe, skip=names)
-        return _AsTorchtitan(self._recipe.output.left.granularity, tuple(names))
-
-
-class _AsTorchtitan(AutoFilter):
-    """Leaves out what torchtitan leaves out: by name, and what GEMMs would be padded for, however large."""
-
-    def reason(self, linear: nn.Linear, fqn: str) -> str | None:
-        if piece := next((piece for piece in self.skip if piece in fqn), None):
-            return f"skipped by name ({piece!r})"
-        n, k = linear.weight.shape
-        return f"K={k}, N={n}: not multiples of 16, so each GEMM would be padded" if n % 16 or k % 16 else None
+        return AutoFilter(None, tuple(names))
 
 
 def _skeleton(linears: dict[str, nn.Linear]) -> nn.Module:

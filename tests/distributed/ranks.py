@@ -88,10 +88,15 @@ def ranks(count: int) -> Iterator[Ranks]:
         started.end()
 
 
-def _serve(rank: int, count: int, store: str, connection: Connection) -> None:
+def rank() -> int:
+    """Of the process that asks."""
+    return torch.distributed.get_rank()
+
+
+def _serve(number: int, count: int, store: str, connection: Connection) -> None:
     torch.set_num_threads(1)
     # Shorter than ours, so that a rank that is left alone in a collective says so itself.
-    options = {"rank": rank, "world_size": count, "timeout": timedelta(seconds=TIMEOUT / 2)}
+    options = {"rank": number, "world_size": count, "timeout": timedelta(seconds=TIMEOUT / 2)}
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", **options)
     with contextlib.suppress(EOFError, OSError):
         while True:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -24,23 +23,13 @@ from delayed_checks import (
     weights_of,
 )
 from oracles import E4M3, scale
-from ranks import Ranks, counted_all_reduces, ranks
+from ranks import Ranks, counted_all_reduces, rank
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import float8_compile as f8
 
 RANKS = 2
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with ranks(RANKS) as started:
-        yield started
-
-
-def rank() -> int:
-    return torch.distributed.get_rank()
 
 
 # Pipeline stages

@@ -22,12 +22,6 @@ import float8_compile as f8
 BEFORE, AFTER = 3, 2  # steps
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with ranks(2) as started:
-        yield started
-
-
 @pytest.fixture(scope="module", params=[1, 2, 4])
 def loaders(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     with ranks(request.param) as started:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from ranks import Ranks, ranks
+from ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -18,12 +17,6 @@ from benchmarks.allocations import memory_of
 from float8_compile.distributed import ShardedFlatGradients
 
 RANKS, STEPS, MICROBATCHES, K = 3, 2, 2, 32
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Ranks]:
-    with ranks(RANKS) as started:
-        yield started
 
 
 class Block(nn.Sequential):

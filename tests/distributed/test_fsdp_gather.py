@@ -11,7 +11,7 @@ import io
 import math
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from delayed_checks import State, assert_same_bits, backward
 from fresh_process import run_python
-from ranks import Ranks, counted_all_reduces, ranks
+from ranks import Ranks, counted_all_reduces, rank
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -34,22 +34,6 @@ from float8_compile.delayed import cast_with
 K, N, TOKENS, STEPS = 48, 64, 8, 3
 RECIPES = f8.Recipe.names()
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with ranks(2) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Ranks]:
-    with ranks(3) as started:
-        yield started
-
-
-def rank() -> int:
-    return torch.distributed.get_rank()
 
 
 # The model
@@ -842,12 +826,6 @@ def test_shared_weights_are_gathered_as_all_who_hold_them_want(two: Ranks, recip
 
 
 # Replicas of shards (HSDP)
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with ranks(4) as started:
-        yield started
 
 
 def on_a_mesh_of_replicas(recipe: str) -> tuple[State, State, list[list[int]]]:

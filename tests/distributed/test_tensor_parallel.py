@@ -25,7 +25,7 @@ import torch
 import torch.utils._python_dispatch
 from compile_checks import graphs_of
 from delayed_checks import State, assert_same_bits, settled_state_of, state_of
-from ranks import Ranks, ranks
+from ranks import Ranks, rank
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -49,22 +49,6 @@ RANKS = 2
 RECIPES = f8.Recipe.names()
 STYLES = Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
 TORCHS_STYLES = ColwiseParallel, RowwiseParallel, PrepareModuleInput
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with ranks(RANKS) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with ranks(4) as started:
-        yield started
-
-
-def rank() -> int:
-    return torch.distributed.get_rank()
 
 
 @functools.cache

@@ -12,12 +12,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from ranks import Ranks, ranks
+from ranks import Ranks
 
 from byte_lm import data
 from byte_lm.__main__ import main
@@ -28,12 +27,6 @@ from byte_lm.training import Trainer
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 STEPS = 4
 BOUNDS = {"bf16": 1e-4, "delayed": 2e-3, "tensorwise": 2e-3}
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with ranks(2) as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

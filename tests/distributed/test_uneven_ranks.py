@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from delayed_checks import K, State, assert_same_bits, batches, layers_of, mlp, settled_state_of
-from ranks import Ranks, ranks
+from ranks import Ranks, rank
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -20,16 +19,6 @@ import float8_compile as f8
 
 RANKS = 2
 WRAPPERS = ("ddp", "fsdp2", "fsdp2, float8 all-gather")
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with ranks(RANKS) as started:
-        yield started
-
-
-def rank() -> int:
-    return torch.distributed.get_rank()
 
 
 class Experts(nn.Module):
