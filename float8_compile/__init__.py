@@ -8,7 +8,7 @@
 The path to read: convert.py -> linear.py -> cast.py, gemm.py.
 """
 
-from float8_compile import preview
+from float8_compile import export, preview
 from float8_compile.calibration import (
     calibrate,
     mark_calibrated,
@@ -67,6 +67,7 @@ __all__ = [
     "conversion_report",
     "convert_from_float8_training",
     "convert_to_float8_training",
+    "export",
     "float8_disabled",
     "make_graphed_callables",
     "mark_calibrated",

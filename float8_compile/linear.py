@@ -13,13 +13,14 @@ Shapes: M tokens, K in_features, N out_features, as in gemm.py.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from float8_compile import gemm
 from float8_compile.collectives import GatherTokens, gather_operand
 from float8_compile.delayed import DelayedScale, cast_with
 from float8_compile.delayed_step import give_scales
@@ -93,11 +94,16 @@ class Float8Linear(ScaledLinear):
         w_NK, bias, split = *self._local_parameters(), self.split
         if not self.enabled and split is None:
             return nn.functional.linear(input, high_precision(w_NK), bias)
-        self._check(input, w_NK.shape[1])
+        if input.is_cuda and not torch.compiler.is_compiling():
+            _warn_eager()
+        check_input(input, w_NK.shape[1], self._name)
         x = autocast_input(input)
         x_MK = x if x.dim() == 2 else x.reshape(-1, w_NK.shape[1])
         records = self.records_amaxes()
         recipe = self._recipe if self.enabled else _HIGH_PRECISION
+        if torch.compiler.is_exporting() and not self.training and split is None:
+            y_MN = self._as_plain_ops(x_MK, w_NK, bias, recipe)
+            return y_MN if x.dim() == 2 else unflattened(y_MN, x, None)
         sums_x_grad = split is not None and split.axis == 0 and not isinstance(x, Float8Tensor)
         blocks = 1 if split is None else split.blocks(x)
         gathers_x = split is not None and split.gathers_input
@@ -118,6 +124,20 @@ class Float8Linear(ScaledLinear):
         operands = *parts(x8), *parts(w8), *parts(other_w8, w8)
         y_MN = apply_function(Float8LinearFunction, x_MK, w_NK, bias, *operands, keeps_w8, kept_as_it_is, recipe, state)
         return y_MN if x.dim() == 2 else unflattened(y_MN, x, None if split is None else split.tokens)
+
+    def _as_plain_ops(self, x_MK: Tensor, w_NK: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
+        """The same numbers for `torch.export`, without what only a backward needs: a graph would show it."""
+        if torch.onnx.is_in_onnx_export():
+            raise TypeError(
+                f"{self._name()} computes its scales at run time, which no ONNX runtime makes a float8 GEMM of: export "
+                "export.freeze_for_inference(model, calibration=[...]), or, for high precision, "
+                "convert_from_float8_training(model)"
+            )
+        x8 = cast_with(x_MK, recipe.output.left, self.input_scale)
+        w8 = cast_with(w_NK, recipe.output.right, None)
+        how = recipe.output
+        y_MN = gemm.output(x8, w8, x_MK.dtype, fast_accum=how.fast_accum, emulate=recipe.emulate)
+        return y_MN if bias is None else y_MN + bias.to(y_MN.dtype)
 
     def records_amaxes(self) -> bool:
         """Whether a call records amaxes of delayed scales: in training with gradients, and while it calibrates."""
@@ -152,21 +172,6 @@ class Float8Linear(ScaledLinear):
         bias: Any = self.bias
         return weight.to_local(), None if bias is None else bias.to_local()
 
-    def _check(self, x: Tensor, in_features: int) -> None:
-        if x.is_cuda and not torch.compiler.is_compiling():
-            _warn_eager()
-        if x.dtype not in HIGH_PRECISION_DTYPES:
-            raise TypeError(
-                f"{self._name()}: the input is {x.dtype}, but float8 GEMMs give bfloat16, float16 or float32; "
-                "cast the input, or leave this layer out with module_filter_fn"
-            )
-        if x.dim() == 0 or x.shape[-1] != in_features:
-            last = x.shape[-1] if x.dim() else "missing"
-            raise ValueError(
-                f"{self._name()}: the input's last dimension is {last} in {tuple(x.shape)}, "
-                f"but in_features is {in_features}"
-            )
-
     def _gathered(self, weight: Tensor) -> Float8Tensor:
         if isinstance(weight, Float8Tensor):
             return weight
@@ -182,6 +187,20 @@ class Float8Linear(ScaledLinear):
     def extra_repr(self) -> str:
         kept = "" if self.recompute_weight_cast else ", recompute_weight_cast=False"
         return f"{super().extra_repr()}, recipe={self.recipe}{kept}{'' if self.enabled else ', disabled'}"
+
+
+def check_input(x: Tensor, in_features: int, name: Callable[[], str]) -> None:
+    """TypeError or ValueError for what a float8 layer can't take; name: of the layer."""
+    if x.dtype not in HIGH_PRECISION_DTYPES:
+        raise TypeError(
+            f"{name()}: the input is {x.dtype}, but float8 GEMMs give bfloat16, float16 or float32; "
+            "cast the input, or leave this layer out with module_filter_fn"
+        )
+    if x.dim() == 0 or x.shape[-1] != in_features:
+        last = x.shape[-1] if x.dim() else "missing"
+        raise ValueError(
+            f"{name()}: the input's last dimension is {last} in {tuple(x.shape)}, but in_features is {in_features}"
+        )
 
 
 def autocast_input(x: Tensor) -> Tensor:
