@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.util
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -88,6 +89,8 @@ def onnx(
             )
     if (opset := options.pop("opset_version", ONNX_OPSET)) < ONNX_OPSET:
         raise ValueError(f"opset_version={opset}: QuantizeLinear gives float8 from {ONNX_OPSET} on")
+    if any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript")):
+        raise ImportError("export.onnx needs onnx and onnxscript: pip install float8_compile[onnx]")
     if dtype is not None:
         module = copy.deepcopy(module).to(dtype)
         args = tuple(_cast(argument, dtype) for argument in args)

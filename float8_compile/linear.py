@@ -127,11 +127,12 @@ class Float8Linear(ScaledLinear):
 
     def _as_plain_ops(self, x_MK: Tensor, w_NK: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
         """The same numbers for `torch.export`, without what only a backward needs: a graph would show it."""
-        if torch.onnx.is_in_onnx_export():
-            raise TypeError(
+        if torch.onnx.is_in_onnx_export():  # an error here torch takes for a reason to trace in another way
+            warnings.warn(
                 f"{self._name()} computes its scales at run time, which no ONNX runtime makes a float8 GEMM of: export "
                 "export.freeze_for_inference(model, calibration=[...]), or, for high precision, "
-                "convert_from_float8_training(model)"
+                "convert_from_float8_training(model)",
+                stacklevel=2,
             )
         x8 = cast_with(x_MK, recipe.output.left, self.input_scale)
         w8 = cast_with(w_NK, recipe.output.right, None)

@@ -11,11 +11,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run_python(code: str, *arguments: str, blocked: tuple[str, ...] = ()) -> str:
+def run_python(code: str, *arguments: str, blocked: tuple[str, ...] = (), warnings: str = "error") -> str:
     """What the code prints. `blocked` modules can't be imported there. AssertionError with its errors if it fails."""
     block = f"import sys; sys.modules.update(dict.fromkeys({blocked!r}))\n"
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", block + textwrap.dedent(code), *arguments],
+        [sys.executable, "-W", warnings, "-c", block + textwrap.dedent(code), *arguments],
         capture_output=True,
         text=True,
         timeout=120,
