@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from float8_compile.attention import READS_WEIGHT
 from float8_compile.linear import HIGH_PRECISION_DTYPES, Float8Linear
 from float8_compile.recipe import Recipe
 
@@ -20,13 +21,15 @@ from float8_compile.recipe import Recipe
 def obstacle(linear: nn.Linear) -> str | None:
     """Why this layer can't become a `Float8Linear` without losing something, or None."""
     if isinstance(linear, nn.modules.linear.NonDynamicallyQuantizableLinear):
-        return "nn.MultiheadAttention reads its weight and never calls it"
+        return READS_WEIGHT
     if isinstance(linear, nn.LazyLinear):
         return "LazyLinear has no weight yet: run one batch, then convert"
     if is_fully_sharded(linear):
         return "it is sharded already: convert before fully_shard"
     if type(linear) not in (nn.Linear, Float8Linear):
-        return f"{type(linear).__name__} is a subclass of nn.Linear with a behaviour of its own"
+        name, package = type(linear).__name__, type(linear).__module__.partition(".")[0]
+        whose = f"{package}'s " if name == Float8Linear.__name__ else ""  # torchao has one of that name
+        return f"{whose}{name} is a subclass of nn.Linear with a behaviour of its own"
     if "forward" in vars(linear):
         return "its forward was replaced on the instance"
     # Quantized already, for one. A DTensor is a wrapper too, but of a plain tensor's kind.
