@@ -27,17 +27,22 @@ def obstacle(linear: nn.Linear) -> str | None:
     if is_fully_sharded(linear):
         return "it is sharded already: convert before fully_shard"
     if type(linear) not in (nn.Linear, Float8Linear):
-        name, package = type(linear).__name__, type(linear).__module__.partition(".")[0]
-        whose = f"{package}'s " if name == Float8Linear.__name__ else ""  # torchao has one of that name
-        return f"{whose}{name} is a subclass of nn.Linear with a behaviour of its own"
+        name = type(linear).__name__
+        if name == Float8Linear.__name__:  # torchao has one of that name
+            name = _with_package(type(linear))
+        return f"{name} is a subclass of nn.Linear with a behaviour of its own"
     if "forward" in vars(linear):
         return "its forward was replaced on the instance"
     # Quantized already, for one. A DTensor is a wrapper too, but of a plain tensor's kind.
     if hasattr(linear.weight, "__tensor_flatten__") and not hasattr(linear.weight, "placements"):
-        return f"its weight is an {type(linear.weight).__name__}, not a plain tensor"
+        return f"its weight is {_with_package(type(linear.weight))}, not a plain tensor"
     if linear.weight.dtype not in HIGH_PRECISION_DTYPES:
         return f"its weight is {linear.weight.dtype}, not bfloat16, float16 or float32"
     return None
+
+
+def _with_package(kind: type) -> str:
+    return f"{kind.__module__.partition('.')[0]}'s {kind.__name__}"
 
 
 def is_fully_sharded(module: nn.Module) -> bool:

@@ -154,20 +154,26 @@ class ScaledLinear(nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         unexpected_keys[:] = [key for key in unexpected_keys if key.removeprefix(prefix) not in STATE_KEYS]
         self._follow(before)
+        with torch.no_grad():
+            error_msgs += self._load_scales(state_dict, prefix)
+
+    def _load_scales(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
+        """Returns the errors, as `_load` does."""
+        errors: list[str] = []
         has_weight = any("weight" in name and prefix + name in state_dict for name in self._names_of_tensors())
         has_scales = any(prefix + key in state_dict for key in STATE_KEYS)
-        if not (has_weight or has_scales):
-            return
-        with torch.no_grad():
-            for role, scale in scales_of(self).items():
-                keys = {name: f"{prefix}{PREFIX}{name}_{role}" for name in scale.tensors()}
-                saved = {name: state_dict[key] for name, key in keys.items() if key in state_dict}
-                # safetensors' save_model writes a shared tensor once, under the name of one of the layers.
-                elsewhere = has_scales and not saved and self._shares(role)
-                if saved or (has_weight and not elsewhere):
-                    error_msgs += _load(scale, saved, keys)
-            if prefix + "weight" in state_dict or not has_weight:
-                self.measure_weight()
+        for role, scale in scales_of(self).items():
+            keys = {name: f"{prefix}{PREFIX}{name}_{role}" for name in scale.tensors()}
+            saved = {name: state_dict[key] for name, key in keys.items() if key in state_dict}
+            # safetensors' save_model writes a shared tensor once, under the name of one of the layers.
+            elsewhere = has_scales and not saved and self._shares(role)
+            if saved or (has_weight and not elsewhere):
+                errors += _load(scale, saved, keys)
+        # Also where it has nothing of this layer: a tied weight comes under another one's name.
+        known = self.weight_scale is not None and not self.weight.is_meta and bool(self.weight_scale.scale > 0)
+        if prefix + "weight" in state_dict or (known and not has_weight):
+            self.measure_weight()
+        return errors
 
     def _names_of_tensors(self) -> Iterator[str]:
         """Of parameters and buffers, also of what pruning or a parametrization computes the weight from."""

@@ -211,6 +211,22 @@ def test_a_layer_whose_weight_it_has_starts_afresh_and_the_others_go_on(make: Ca
     assert_same_bits(state_of(model[2]), before)
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_tied_weight_that_comes_under_another_name_is_measured(steps: int) -> None:
+    """As files of safetensors have it: once. Its old scale would let the new weight saturate."""
+    model = nn.Sequential(nn.Embedding(N, K), nn.Linear(K, N, bias=False))
+    model[1].weight = model[0].weight
+    f8.convert_to_float8_training(model, config="delayed")
+    tokens = torch.arange(N)
+    train(model, model, [tokens] * steps)
+    state = {"0.weight": 8 * model[0].weight.detach().clone()}
+    assert model.load_state_dict(state, strict=False).missing_keys == ["1.weight"]
+    fresh = f8.convert_to_float8_training(nn.Linear(K, N, bias=False))
+    fresh.load_state_dict({"weight": state["0.weight"]})
+    model[1].input_scale.forget()  # the dynamic ones are what the other layer has
+    assert torch.equal(model(tokens), fresh(state["0.weight"]))
+
+
 def test_part_by_part_is_all_at_once() -> None:
     """As files of a large checkpoint are loaded, one after another, split where it happens to be."""
     source, model = trained(), mlp(K, N, K)
