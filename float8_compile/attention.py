@@ -6,7 +6,7 @@ batch_first), which is handed `linear1.weight` and `linear2.weight`: it would pa
 `nn.TransformerEncoder` hands its layers nested tensors in place of a padding mask, which only that kernel takes (and
 gives zeros for what is padding).
 
-Each of these two reads one attribute of its own first, and nothing else reads it: that is switched off on the objects
+Each of these two reads an attribute of its own first, which decides nothing else: that is switched off on the objects
 that hold Float8Linears, and back when they hold none. It goes along with copies and pickles, and no setting of the
 process is touched. But a layer that is converted by itself, `convert_to_float8_training(layer.linear1)`, doesn't know
 who holds it: convert what holds the whole `nn.TransformerEncoder`.
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from float8_compile.linear import Float8Linear
 
-# Both are set in __init__ and read in forward (torch/nn/modules/transformer.py, torch 2.11 to 2.13).
+# Both are set in __init__ and read in forward (torch/nn/modules/transformer.py, as of torch 2.13).
 _SWITCHES: tuple[tuple[type[nn.Module], str, Any], ...] = (
     (nn.TransformerEncoderLayer, "activation_relu_or_gelu", 0),  # 1 relu, 2 gelu, 0: another, which the kernel has not
     (nn.TransformerEncoder, "use_nested_tensor", False),
@@ -37,7 +37,7 @@ def settle_fast_paths(module: nn.Module) -> None:
     """After a conversion, either way: torch's own kernel is for layers without a Float8Linear, and only for them."""
     for holder in module.modules():
         for kind, name, off in _SWITCHES:
-            if not isinstance(holder, kind):
+            if not isinstance(holder, kind) or not hasattr(holder, name):
                 continue
             if any(isinstance(child, Float8Linear) for child in holder.modules()):
                 vars(holder).setdefault(_BEFORE, getattr(holder, name))
