@@ -16,7 +16,7 @@ from float8_compile.calibration import (
     sync_float8_amax_and_scale_history,
     update_delayed_scaling,
 )
-from float8_compile.checkpoint import plain_state_dict
+from float8_compile.checkpoint import float8_state_dict, plain_state_dict
 from float8_compile.compat import (
     CastConfig,
     Float8GemmConfig,
@@ -69,6 +69,7 @@ __all__ = [
     "convert_to_float8_training",
     "export",
     "float8_disabled",
+    "float8_state_dict",
     "make_graphed_callables",
     "mark_calibrated",
     "plain_state_dict",

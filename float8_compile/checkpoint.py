@@ -1,7 +1,8 @@
-"""Checkpoints for those who know nothing of delayed scales: a plain model, another package.
+"""A state dict in two parts: what a plain model has, for those who know nothing of delayed scales, and the scales.
 
 Nobody else needs it (layer_scales.py): into a converted model a checkpoint loads strictly whatever recipe it is from, a
-plain one too. But an `nn.Linear` is strict about keys that it does not have.
+plain one too. But an `nn.Linear` is strict about keys that it does not have, and safetensors about two keys of one
+tensor, which layers that share a scale have.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from float8_compile.layer_scales import STATE_KEYS
 
@@ -20,7 +21,28 @@ def plain_state_dict(source: nn.Module | dict[str, Any]) -> dict[str, Any]:
     Keys go whose last part is a name of theirs (`fp8_scale_weight` and so on). Others stay, such as a parameter that
     somebody called `fp8_gate`. The tensors are the same ones; what is passed is left as it is.
     """
-    plain = copy.copy(source.state_dict() if isinstance(source, nn.Module) else source)
-    for key in [key for key in plain if key.rpartition(".")[2] in STATE_KEYS]:
+    plain = copy.copy(_state_dict(source))
+    for key in list(filter(_is_of_scales, plain)):
         del plain[key]
     return plain
+
+
+def float8_state_dict(source: nn.Module | dict[str, Any]) -> dict[str, Tensor]:
+    """The rest of the model's state dict, or of this one: delayed scales only; {} where no recipe delays any.
+
+    Both parts together, `{**plain_state_dict(model), **float8_state_dict(model)}`, are `state_dict()`. This one alone
+    loads with `load_state_dict(..., strict=False)` into a model that has its weights already, and leaves those as they
+    are; a weight's scale is then the weight's own.
+
+    The tensors are float32 and copies, one for each key: what safetensors' `save_file` wants.
+    """
+    scales = {key: tensor for key, tensor in _state_dict(source).items() if _is_of_scales(key)}
+    return {key: tensor.detach().clone() for key, tensor in scales.items()}
+
+
+def _state_dict(source: nn.Module | dict[str, Any]) -> dict[str, Any]:
+    return source.state_dict() if isinstance(source, nn.Module) else source
+
+
+def _is_of_scales(key: str) -> bool:
+    return key.rpartition(".")[2] in STATE_KEYS

@@ -16,6 +16,13 @@ from typing import Any, Literal, cast
 
 from torch import nn
 
+from float8_compile.attention import (
+    OWN_PRODUCT,
+    READS_WEIGHT,
+    packed_projections,
+    read_without_a_call,
+    settle_fast_paths,
+)
 from float8_compile.compat import is_linear_config, recipe_from_config
 from float8_compile.filters import is_fully_sharded, missing_gpu_support, obstacle
 from float8_compile.linear import Float8Linear, become_float8
@@ -30,7 +37,10 @@ _SKIPPED = "float8_skipped"  # attribute of a layer that conversion left out: th
 
 @dataclass(frozen=True)
 class ConversionRow:
-    """One linear layer: its name, in_features K, out_features N, its recipe or the reason it has none."""
+    """One linear layer: its name, in_features K, out_features N, its recipe or the reason it has none.
+
+    Or a weight that `nn.MultiheadAttention` multiplies by without a layer, under the parameter's name.
+    """
 
     fqn: str
     k: int
@@ -75,7 +85,11 @@ def convert_to_float8_training(
     if not isinstance(module, nn.Module):
         raise TypeError(f"convert_to_float8_training needs an nn.Module, got {type(module).__name__}")
     recipe_of = _recipe_chooser(config)
-    plan = [_planned(linear, fqn, recipe_of, module_filter_fn) for fqn, linear in _named_linears(module)]
+    never_called = read_without_a_call(module)
+    plan = [
+        _planned(linear, fqn, recipe_of, module_filter_fn, READS_WEIGHT if linear in never_called else "")
+        for fqn, linear in _named_linears(module)
+    ]
     linears = dict(_named_linears(module))
     plan = _without_gathers_of_shared_weights(module, plan, linears)
     chosen = {row.fqn: (linears[row.fqn], row.recipe) for row in plan if row.recipe is not None}
@@ -93,6 +107,7 @@ def convert_to_float8_training(
         [recompute[fqn] for fqn in chosen],
         list(chosen),
     )
+    settle_fast_paths(module)
     return module
 
 
@@ -113,19 +128,25 @@ def convert_from_float8_training(module: nn.Module) -> nn.Module:
         vars(linear).pop(_SKIPPED, None)
         if isinstance(linear, Float8Linear):
             linear.become_plain()
+    settle_fast_paths(module)
     return module
 
 
 def conversion_report(module: nn.Module) -> ConversionReport:
-    """Every linear layer of the model with its recipe, or with the reason that conversion left it out."""
-    return ConversionReport(
-        ConversionRow(fqn, linear.in_features, linear.out_features, linear.recipe)
-        if isinstance(linear, Float8Linear)
-        else ConversionRow(
-            fqn, linear.in_features, linear.out_features, None, vars(linear).get(_SKIPPED, "never converted")
-        )
-        for fqn, linear in _named_linears(module)
-    )
+    """Every linear layer of the model with its recipe, or with the reason that conversion left it out.
+
+    And the projections that `nn.MultiheadAttention` multiplies by itself, which no conversion takes.
+    """
+    never_called, report = read_without_a_call(module), ConversionReport()
+    for fqn, part in _named_modules(module):
+        for name, weight in packed_projections(part):
+            n, k = weight.shape
+            report.append(ConversionRow(f"{fqn}.{name}" if fqn else name, k, n, None, OWN_PRODUCT))
+        if isinstance(part, nn.Linear):
+            recipe = part.recipe if isinstance(part, Float8Linear) and part not in never_called else None
+            reason = READS_WEIGHT if part in never_called else vars(part).get(_SKIPPED, "never converted")
+            report.append(ConversionRow(fqn, part.in_features, part.out_features, recipe, "" if recipe else reason))
+    return report
 
 
 @contextlib.contextmanager
@@ -143,12 +164,12 @@ def float8_disabled(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _planned(
-    linear: nn.Linear, fqn: str, recipe_of: Callable[[nn.Linear, str], Recipe | None], keep: Filter | None
+    linear: nn.Linear, fqn: str, recipe_of: Callable[[nn.Linear, str], Recipe | None], keep: Filter | None, why_not: str
 ) -> ConversionRow:
     def row(recipe: Recipe | None, reason: str = "") -> ConversionRow:
         return ConversionRow(fqn, linear.in_features, linear.out_features, recipe, reason)
 
-    if reason := obstacle(linear):
+    if reason := why_not or obstacle(linear):
         return row(None, reason)
     if keep is not None and not keep(linear, fqn):
         explain = getattr(keep, "reason", None)
@@ -274,14 +295,17 @@ _MODULE_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 def _named_linears(root: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """Every linear once, with its name as the user knows it."""
+    return ((fqn, module) for fqn, module in _named_modules(root) if isinstance(module, nn.Linear))
+
+
+def _named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     seen: set[int] = set()
 
-    def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Linear]]:
+    def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
         if id(module) in seen:
             return
         seen.add(id(module))
-        if isinstance(module, nn.Linear):
-            yield prefix, module
+        yield prefix, module
         for name, child in module.named_children():
             wraps = name in WRAPPER_NAMES or (name == "module" and isinstance(module, _MODULE_WRAPPERS))
             yield from walk(child, prefix if wraps else f"{prefix}.{name}" if prefix else name)

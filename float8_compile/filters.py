@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from float8_compile.attention import READS_WEIGHT
 from float8_compile.linear import HIGH_PRECISION_DTYPES, Float8Linear
 from float8_compile.recipe import Recipe
 
@@ -20,21 +21,28 @@ from float8_compile.recipe import Recipe
 def obstacle(linear: nn.Linear) -> str | None:
     """Why this layer can't become a `Float8Linear` without losing something, or None."""
     if isinstance(linear, nn.modules.linear.NonDynamicallyQuantizableLinear):
-        return "nn.MultiheadAttention reads its weight and never calls it"
+        return READS_WEIGHT
     if isinstance(linear, nn.LazyLinear):
         return "LazyLinear has no weight yet: run one batch, then convert"
     if is_fully_sharded(linear):
         return "it is sharded already: convert before fully_shard"
     if type(linear) not in (nn.Linear, Float8Linear):
-        return f"{type(linear).__name__} is a subclass of nn.Linear with a behaviour of its own"
+        name = type(linear).__name__
+        if name == Float8Linear.__name__:  # torchao has one of that name
+            name = _with_package(type(linear))
+        return f"{name} is a subclass of nn.Linear with a behaviour of its own"
     if "forward" in vars(linear):
         return "its forward was replaced on the instance"
     # Quantized already, for one. A DTensor is a wrapper too, but of a plain tensor's kind.
     if hasattr(linear.weight, "__tensor_flatten__") and not hasattr(linear.weight, "placements"):
-        return f"its weight is an {type(linear.weight).__name__}, not a plain tensor"
+        return f"its weight is {_with_package(type(linear.weight))}, not a plain tensor"
     if linear.weight.dtype not in HIGH_PRECISION_DTYPES:
         return f"its weight is {linear.weight.dtype}, not bfloat16, float16 or float32"
     return None
+
+
+def _with_package(kind: type) -> str:
+    return f"{kind.__module__.partition('.')[0]}'s {kind.__name__}"
 
 
 def is_fully_sharded(module: nn.Module) -> bool:

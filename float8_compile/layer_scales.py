@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -145,19 +145,47 @@ class ScaledLinear(nn.Linear):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Whatever the checkpoint has of delayed scales is taken; without any (a plain one), they start afresh."""
+        """Whatever the checkpoint has of delayed scales is taken.
+
+        What it lacks starts afresh where it has the layer's weight (a plain checkpoint), and stays where it has not: it
+        is of other layers, or of scales only.
+        """
         before, arguments = list(self.parameters()), (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         unexpected_keys[:] = [key for key in unexpected_keys if key.removeprefix(prefix) not in STATE_KEYS]
         self._follow(before)
         with torch.no_grad():
-            for role, scale in scales_of(self).items():
-                keys = {name: f"{prefix}{PREFIX}{name}_{role}" for name in scale.tensors()}
-                error_msgs += _load(
-                    scale, {name: state_dict[key] for name, key in keys.items() if key in state_dict}, keys
-                )
-            if prefix + "weight" in state_dict:
-                self.measure_weight()
+            error_msgs += self._load_scales(state_dict, prefix)
+
+    def _load_scales(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
+        """Returns the errors, as `_load` does."""
+        errors: list[str] = []
+        has_weight = any("weight" in name and prefix + name in state_dict for name in self._names_of_tensors())
+        has_scales = any(prefix + key in state_dict for key in STATE_KEYS)
+        for role, scale in scales_of(self).items():
+            keys = {name: f"{prefix}{PREFIX}{name}_{role}" for name in scale.tensors()}
+            saved = {name: state_dict[key] for name, key in keys.items() if key in state_dict}
+            # safetensors' save_model writes a shared tensor once, under the name of one of the layers.
+            elsewhere = has_scales and not saved and self._shares(role)
+            if saved or (has_weight and not elsewhere):
+                errors += _load(scale, saved, keys)
+        # Also where it has nothing of this layer: a tied weight comes under another one's name.
+        known = self.weight_scale is not None and not self.weight.is_meta and bool(self.weight_scale.scale > 0)
+        if prefix + "weight" in state_dict or (known and not has_weight):
+            self.measure_weight()
+        return errors
+
+    def _names_of_tensors(self) -> Iterator[str]:
+        """Of parameters and buffers, also of what pruning or a parametrization computes the weight from."""
+        return (name for name, _ in itertools.chain(self.named_parameters(), self.named_buffers()))
+
+    def _shares(self, role: str) -> bool:
+        """Whether another layer has the same scale for this role."""
+        scale = scales_of(self)[role]
+        holders = (holder() for holder in scale.scales.holders)
+        return any(
+            holder is not None and holder is not self and scales_of(holder).get(role) is scale for holder in holders
+        )
 
     @torch.no_grad()
     def measure_weight(self) -> None:

@@ -52,7 +52,7 @@ def quantized() -> nn.Linear:
         (with_forward_of_its_own, "its forward was replaced on the instance"),
         (lambda: nn.Linear(8, 8, dtype=torch.float64), "its weight is torch.float64, not bfloat16, float16 or float32"),
         (lambda: nn.Linear(8, 8).to(torch.float8_e4m3fn), "its weight is torch.float8_e4m3fn"),
-        (quantized, "its weight is an Int8Tensor"),
+        (quantized, "its weight is torchao's Int8Tensor"),
     ],
 )
 def test_an_obstacle_is_named(build: Callable[[], nn.Linear], reason: str) -> None:

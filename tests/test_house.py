@@ -51,6 +51,7 @@ ORDER = [
     "graphs",
     "calibration",
     "checkpoint",
+    "attention",
     "filters",
     "compat",
     "table",
