@@ -150,7 +150,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _preview_function(target: str) -> Callable[..., Preview]:
-    from float8_compile.preview.targets import named
+    from float8_compile.targets import named
 
     try:
         named(target)

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import torch
+from torch import nn
 
-from float8_compile.filters import AutoFilter, auto_filter
+from float8_compile.filters import AutoFilter, auto_filter, recipe_of
 from float8_compile.recipe import E4M3, E5M2, HIGH_PRECISION, Cast, Gemm, Granularity, Recipe, Scaling
 
 
@@ -140,9 +141,35 @@ def recipe_from_config(config: Any) -> Recipe:
     return _named(recipe)
 
 
+# (N at most, K at most) of each rectangle of shapes that lost against bf16 in torchao's published measurements (H100,
+# 16384 tokens, torchao/float8/README).
+_ANY = 1 << 62
+_LOSING_SHAPES = {
+    "tensor": ((1024, 4096),),
+    "row": ((2048, _ANY), (_ANY, 1024), (4096, 2048)),
+}
+
+
+@dataclass(frozen=True)
+class MeasuredShapes:
+    """Why torchao leaves a layer out, or None, by the granularity of the recipe's output GEMM."""
+
+    granularity: str
+
+    def __call__(self, linear: nn.Linear) -> str | None:
+        """Of what is in one of the rectangles, its bounds."""
+        n, k = linear.weight.shape
+        for most_n, most_k in _LOSING_SHAPES[self.granularity]:
+            if n <= most_n and k <= most_k:
+                bounds = [f"{axis} <= {most}" for axis, most in (("N", most_n), ("K", most_k)) if most != _ANY]
+                return f"too small to gain ({' and '.join(bounds)}: casts cost more than the GEMM saves)"
+        return None
+
+
 def auto_filter_for_recipe(recipe: Any, filter_fqns: Sequence[str]) -> AutoFilter:
-    """torchao's `_auto_filter_for_recipe`: `auto_filter(recipe, skip=filter_fqns)`."""
-    return auto_filter(recipe, skip=filter_fqns)
+    """torchao's `_auto_filter_for_recipe`, with its thresholds; `auto_filter` estimates by device and recipe."""
+    skip = auto_filter(recipe, skip=filter_fqns).skip  # which refuses one string
+    return AutoFilter(MeasuredShapes(recipe_of(recipe).output.left.granularity), skip)
 
 
 _GRANULARITY: dict[str, Granularity] = {

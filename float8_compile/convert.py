@@ -32,12 +32,14 @@ from float8_compile.table import text_table
 
 Filter = Callable[[nn.Linear, str], bool]
 
-_SKIPPED = "float8_skipped"  # attribute of a layer that conversion left out: the reason
+_REASON = "float8_reason"  # attribute of a layer: why conversion left it out, or what its filter expects of it
 
 
 @dataclass(frozen=True)
 class ConversionRow:
     """One linear layer: its name, in_features K, out_features N, its recipe or the reason it has none.
+
+    reason: of a layer with a recipe, what the filter expects of it, where the filter says.
 
     Or a weight that `nn.MultiheadAttention` multiplies by without a layer, under the parameter's name.
     """
@@ -53,10 +55,16 @@ class ConversionReport(list[ConversionRow]):
     """The rows in the model's order; `str` gives a table."""
 
     def __str__(self) -> str:
-        rows = [(row.fqn or "(root)", row.k, row.n, row.recipe or f"- {row.reason}") for row in self]
+        rows = [(row.fqn or "(root)", row.k, row.n, _outcome(row)) for row in self]
         converted = sum(row.recipe is not None for row in self)
         table = text_table(("layer", "K", "N", "recipe, or why not"), rows)
         return f"{table}\n{converted} of {len(self)} linear layers run in float8"
+
+
+def _outcome(row: ConversionRow) -> str:
+    if row.recipe is None:
+        return f"- {row.reason}"
+    return f"{row.recipe}, {row.reason}" if row.reason else str(row.recipe)
 
 
 def convert_to_float8_training(
@@ -97,10 +105,10 @@ def convert_to_float8_training(
     _warn_about(plan, module_filter_fn)
     for row in plan:
         linear = linears[row.fqn]
-        if row.recipe is None:
-            setattr(linear, _SKIPPED, row.reason)
+        if row.reason:
+            setattr(linear, _REASON, row.reason)
         else:
-            vars(linear).pop(_SKIPPED, None)
+            vars(linear).pop(_REASON, None)
     become_float8(
         [linear for linear, _ in chosen.values()],
         [recipe for _, recipe in chosen.values()],
@@ -125,7 +133,7 @@ def convert_from_float8_training(module: nn.Module) -> nn.Module:
         if isinstance(linear, Float8Linear) and linear.gather is not None and linear.gather.is_sharded:
             raise TypeError(f"layer {fqn!r}: FSDP2 gathers its weight in float8: convert back before fully_shard")
     for _, linear in linears:
-        vars(linear).pop(_SKIPPED, None)
+        vars(linear).pop(_REASON, None)
         if isinstance(linear, Float8Linear):
             linear.become_plain()
     settle_fast_paths(module)
@@ -144,8 +152,10 @@ def conversion_report(module: nn.Module) -> ConversionReport:
             report.append(ConversionRow(f"{fqn}.{name}" if fqn else name, k, n, None, OWN_PRODUCT))
         if isinstance(part, nn.Linear):
             recipe = part.recipe if isinstance(part, Float8Linear) and part not in never_called else None
-            reason = READS_WEIGHT if part in never_called else vars(part).get(_SKIPPED, "never converted")
-            report.append(ConversionRow(fqn, part.in_features, part.out_features, recipe, "" if recipe else reason))
+            reason = (
+                READS_WEIGHT if part in never_called else vars(part).get(_REASON, "" if recipe else "never converted")
+            )
+            report.append(ConversionRow(fqn, part.in_features, part.out_features, recipe, reason))
     return report
 
 
@@ -182,7 +192,8 @@ def _planned(
             f"layer {fqn!r} is on {linear.weight.device}: {missing}. Emulate it in float32 with "
             "config=dataclasses.replace(Recipe.from_name(...), emulate=True), or leave it out with module_filter_fn"
         )
-    return row(recipe)
+    expect = getattr(keep, "expectation", None)
+    return row(recipe, expect(linear, fqn) if expect else "")
 
 
 def _without_gathers_of_shared_weights(

@@ -192,6 +192,11 @@ class Float8Linear(ScaledLinear):
 
 def check_input(x: Tensor, in_features: int, name: Callable[[], str]) -> None:
     """TypeError or ValueError for what a float8 layer can't take; name: of the layer."""
+    if x.is_nested:
+        raise TypeError(
+            f"{name()}: the input is a nested tensor, which has no float8 GEMM; give a padded one, and convert what "
+            "holds the whole nn.TransformerEncoder, which then makes none"
+        )
     if x.dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(
             f"{name()}: the input is {x.dtype}, but float8 GEMMs give bfloat16, float16 or float32; "

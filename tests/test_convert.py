@@ -616,16 +616,19 @@ def test_the_report_has_a_row_for_every_linear() -> None:
 
 
 def test_the_report_prints_as_a_table() -> None:
-    model = nn.Sequential(Block(512), nn.Linear(512, 8192), nn.Linear(8192, 10))
+    with torch.device("meta"):
+        model = nn.Sequential(Block(512), nn.Linear(4096, 8192), nn.Linear(8192, 10), nn.Linear(4096, 8192))
     convert_to_float8_training(model, module_filter_fn=auto_filter("tensorwise", skip=["0.down"]))
+    convert_to_float8_training(model[3])
     assert str(conversion_report(model)) == (
         "layer      K     N  recipe, or why not\n"
-        "------  ----  ----  ----------------------------------------------------------------------------------\n"
-        "0.up     512  1024  - too small to gain (N <= 1024 and K <= 4096: casts cost more than the GEMM saves)\n"
+        "------  ----  ----  -----------------------------------------------------------------\n"
+        "0.up     512  1024  - too little to gain: x 0.62 by roofline (H100, 8192 tokens)\n"
         "0.down  1024   512  - skipped by name ('0.down')\n"
-        "1        512  8192  tensorwise\n"
+        "1       4096  8192  tensorwise, x 1.62 by roofline (H100, 8192 tokens)\n"
         "2       8192    10  - K=8192, N=10: not multiples of 16, so each GEMM would be padded\n"
-        "1 of 4 linear layers run in float8"
+        "3       4096  8192  tensorwise\n"
+        "2 of 5 linear layers run in float8"
     )
 
 

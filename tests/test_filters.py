@@ -15,7 +15,9 @@ from torchao.float8 import _auto_filter_for_recipe as torchao_filter
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 from float8_compile import Cast, Float8Linear, Gemm, Recipe, auto_filter
-from float8_compile.filters import missing_gpu_support, obstacle
+from float8_compile.filters import LEAST_GAIN, missing_gpu_support, obstacle
+from float8_compile.roofline import bf16_step, float8_step
+from float8_compile.targets import TARGETS
 
 
 class LoRALinear(nn.Linear):
@@ -75,33 +77,60 @@ def test_a_plain_linear_is_no_obstacle(build: Callable[[], nn.Linear]) -> None:
 
 # What would not gain
 
-SIZES = (16, 24, 512, 1024, 1040, 2048, 2064, 4096, 4112, 8192)  # each side of torchao's thresholds
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("recipe", Recipe.names())
+def test_a_layer_stays_out_where_its_estimate_is_below_a_tenth_more(recipe: str, target: str) -> None:
+    chosen, how, gpu = auto_filter(recipe, device=target), Recipe.from_name(recipe), TARGETS[target]
+    decisions = set()
+    for n, k in product((16, 512, 1024, 4096, 8192), repeat=2):
+        gain = bf16_step(8192, k, n, gpu).seconds / float8_step(8192, k, n, gpu, how).seconds
+        assert chosen(linear(n, k), "up") == (gain >= LEAST_GAIN)
+        decisions.add(chosen(linear(n, k), "up"))
+    assert decisions == {True, False}
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_decisions_are_torchaos(recipe: str) -> None:
-    ours, theirs = auto_filter(recipe, skip=["head"]), torchao_filter(recipe, ["head"])
-    for n, k, fqn in product(SIZES, SIZES, ["mlp.up", "head"]):
-        assert ours(linear(n, k), fqn) == theirs(linear(n, k), fqn), (n, k, fqn)
+LLAMA_3_8B = {"q, o": (4096, 4096), "k, v": (4096, 1024), "gate, up": (4096, 14336), "down": (14336, 4096)}
+LLAMA_2_70B = {"wqkv": (8192, 1280), "w0": (1024, 8192), "w13": (8192, 7168), "w2": (3584, 8192)}  # on 8 GPUs
 
 
-def test_a_recipe_that_torchao_has_no_thresholds_for_goes_by_its_output() -> None:
-    assert auto_filter("rowwise_with_gw_hp") == auto_filter("rowwise")
+@pytest.mark.parametrize(
+    ("recipe", "left_out", "torchao_leaves_out"),
+    [
+        ("tensorwise", [], ["k, v"]),
+        ("rowwise", ["k, v", "w0"], ["k, v", "wqkv", "w0"]),
+        ("rowwise_with_gw_hp", ["w0"], None),
+        ("delayed", [], None),
+    ],
+)
+def test_of_llama_it_leaves_out_what_torchao_does_or_less(
+    recipe: str, left_out: list[str], torchao_leaves_out: list[str] | None
+) -> None:
+    """With the 16384 tokens of torchao's measurements, which are its thresholds. It has none for the others."""
+
+    def without(chosen: Callable[[nn.Module, str], bool]) -> list[str]:
+        return [name for name, (k, n) in (LLAMA_3_8B | LLAMA_2_70B).items() if not chosen(linear(n, k), "")]
+
+    assert without(auto_filter(recipe, tokens=16384)) == left_out
+    if torchao_leaves_out is not None:
+        assert without(torchao_filter(recipe, [])) == torchao_leaves_out
 
 
 @pytest.mark.parametrize(
     ("recipe", "n", "k", "reason"),
     [
         ("tensorwise", 8192, 8192, None),
-        ("tensorwise", 1024, 4096, "too small to gain (N <= 1024 and K <= 4096: casts cost more than the GEMM saves)"),
+        ("tensorwise", 512, 512, "too little to gain: x 0.48 by roofline (H100, 8192 tokens)"),
         ("tensorwise", 1000, 8192, "K=8192, N=1000: not multiples of 16, so each GEMM would be padded"),
-        ("rowwise", 2048, 8192, "too small to gain (N <= 2048: casts cost more than the GEMM saves)"),
-        ("rowwise", 8192, 1024, "too small to gain (K <= 1024: casts cost more than the GEMM saves)"),
-        ("rowwise", 4096, 2048, "too small to gain (N <= 4096 and K <= 2048: casts cost more than the GEMM saves)"),
     ],
 )
 def test_the_reason_is_in_words(recipe: str, n: int, k: int, reason: str | None) -> None:
     assert auto_filter(recipe).reason(linear(n, k), "up") == reason
+
+
+def test_what_is_expected_of_a_layer_that_stays_in() -> None:
+    chosen = auto_filter("delayed", device="b200", tokens=2048)
+    assert chosen.expectation(linear(8192, 8192), "up") == "x 1.41 by roofline (B200, 2048 tokens)"
 
 
 def test_a_skipped_name_is_the_reason() -> None:
@@ -121,7 +150,6 @@ def test_other_modules_are_left_out() -> None:
         "rowwise",
         "ROWWISE",
         Float8LinearRecipeName.ROWWISE,
-        Recipe(*[Gemm(Cast(granularity="row"), Cast(granularity="row"))] * 3),
     ],
 )
 def test_a_recipe_is_understood_in_any_form(recipe: object) -> None:
@@ -137,13 +165,26 @@ def test_names_that_match_nothing_are_found() -> None:
     ("arguments", "error", "message"),
     [
         ({"skip": "head"}, TypeError, r"skip='head'\): expected a list of names, such as \['head'\]"),
-        ({"device": "B200"}, ValueError, r"device='B200'\): measured are H100, H200; .*write a module_filter_fn"),
+        ({"device": "B300"}, ValueError, r"device='B300'\): expected one of H100, H200, B200, L40S, or 'cuda'"),
+        ({"device": "cpu"}, ValueError, r"device='cpu'\): expected one of H100, H200, B200, L40S, or 'cuda'"),
+        ({"device": None}, ValueError, r"device=None\): expected one of H100, H200, B200, L40S, or 'cuda'"),
+        ({"tokens": 0}, ValueError, r"auto_filter\(tokens=0\): expected 1 or more"),
         ({"recipe": "rowwize"}, ValueError, "unknown recipe 'rowwize': the recipes are tensorwise, rowwise"),
     ],
 )
 def test_a_bad_argument_is_refused(arguments: dict[str, object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         auto_filter(**{"recipe": "tensorwise", **arguments})
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda")], ids=str)
+def test_this_machines_gpu(monkeypatch: pytest.MonkeyPatch, device: object) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200 NVL")
+    assert auto_filter("tensorwise", device=device) == auto_filter("tensorwise", device="H200")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    with pytest.raises(ValueError, match="GPU is NVIDIA A100-SXM4-80GB, and only H100, H200, B200, L40S"):
+        auto_filter("tensorwise", device=device)
 
 
 # What the GPU can do

@@ -17,7 +17,7 @@ PACKAGE = Path(float8_compile.__file__).parent
 
 
 def name_of(file: Path) -> str:
-    """Of a module within the package: "cast", "preview.targets", "__init__", "preview.__init__"."""
+    """Of a module within the package: "cast", "preview.result", "__init__", "preview.__init__"."""
     return ".".join(file.relative_to(PACKAGE).with_suffix("").parts)
 
 
@@ -52,6 +52,8 @@ ORDER = [
     "calibration",
     "checkpoint",
     "attention",
+    "targets",
+    "roofline",
     "filters",
     "compat",
     "table",
@@ -65,7 +67,6 @@ ORDER = [
     "integrations.__init__",
     "integrations.torchtitan",
     "preview.result",
-    "preview.targets",
     "preview.__init__",
     "__init__",
     # what only the command line and a preview bring

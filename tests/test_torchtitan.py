@@ -268,7 +268,7 @@ def test_a_name_that_matches_nothing_is_told() -> None:
             {"filter_fqns": ["lm_head"]},
             ["layers.0.w1: K=32, N=40: not multiples", "skipped by"],
         ),
-        (model_config(), {"filter_fqns": ["auto_filter_small_kn"]}, ["lm_head: too small to gain"]),
+        (model_config(), {"filter_fqns": ["auto_filter_small_kn"]}, ["lm_head: too little to gain: x 0"]),
         (LoRALinear.Config(in_features=32, out_features=32), {}, [r"\(root\): LoRALinear is a subclass of nn.Linear"]),
         (Module.Config(), {}, ["there is no linear in it"]),
     ],

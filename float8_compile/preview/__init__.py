@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from float8_compile.preview.result import Preview
-from float8_compile.preview.targets import TARGETS
+from float8_compile.targets import TARGETS
 
 __all__ = ["TARGETS", "Preview"]
 

@@ -22,7 +22,7 @@ from float8_compile.preview.roles import (
     shortened,
 )
 from float8_compile.preview.shared_inputs import shared_inputs
-from float8_compile.preview.targets import Target, named
+from float8_compile.targets import Target, named
 
 Kind = Literal["costs more than it saves", "sectors", "spills", "copy", "input cast twice", "amax", "weight cast twice"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

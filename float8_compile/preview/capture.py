@@ -27,9 +27,9 @@ from float8_compile.preview.layers import Layers, saved_for_backward
 from float8_compile.preview.readable import ReadablePreview
 from float8_compile.preview.result import Graph, Phase
 from float8_compile.preview.retarget import CPU, CUDA, Move, graphs, move_graph, results_on_meta
-from float8_compile.preview.targets import Target, named
 from float8_compile.preview.traced_as_cuda import TracedAsCuda, decompositions, patterns_attention
 from float8_compile.preview.unsupported import NotOnMetaError, explained, refuse_autocast
+from float8_compile.targets import Target, named
 
 
 def capture(build: Callable[[], Any], target: str, *, compile_kernels: bool = False) -> ReadablePreview:

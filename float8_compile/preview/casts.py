@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from float8_compile.preview.dataflow import Dataflow, Value
 from float8_compile.preview.result import Buffer, Launch, Preview
 from float8_compile.preview.roles import is_float8, large, only_takes_amax, operators
-from float8_compile.preview.targets import Target
+from float8_compile.targets import Target
 
 
 @dataclass

@@ -30,7 +30,7 @@ from torch._inductor import utils as inductor_utils
 from torch._inductor.runtime import hints, triton_helpers
 from triton.backends.compiler import GPUTarget
 
-from float8_compile.preview.targets import Target
+from float8_compile.targets import Target
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from float8_compile.preview.inductor import Generated, tree_leaves
 from float8_compile.preview.layers import Layers, is_layout, name_of
 from float8_compile.preview.result import Buffer, Config, Kernel, Kind, Launch
 from float8_compile.preview.sectors import Traffic, TritonKernel, extent_of
-from float8_compile.preview.targets import Target
+from float8_compile.targets import Target
 
 # GEMMs that Inductor may pad where they are bound by arithmetic (its `shape_padding`), rows to so many bytes.
 PADDED = ("aten.mm", "aten.addmm", "aten.bmm")
