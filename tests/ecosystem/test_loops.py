@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from ecosystem_checks import REASON, VOCABULARY, assert_near, calibrated, every_recipe, llama
+from ecosystem_checks import REASON, VOCABULARY, assert_near, calibrated, every_recipe, left_out, llama
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader, Dataset
@@ -216,3 +216,24 @@ def test_compiled_by_the_library_it_trains_as_eagerly(name: str, tmp_path: Path)
     losses = LOOPS[name](model, tmp_path / "compiled", **COMPILED[name])
     assert counters["stats"]["unique_graphs"] >= 1
     assert losses == LOOPS[name](eager, tmp_path / "eager")
+
+
+# Accelerate's hooks, which bring a layer's weights when it is called
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+def test_a_converted_model_may_be_offloaded(recipe: str, tmp_path: Path) -> None:
+    model = f8.convert_to_float8_training(llama(), config=recipe)
+    by_accelerate(model, tmp_path)
+    tokens = Sentences()[0]["input_ids"][None]
+    expected = model.eval()(tokens).logits
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    assert model.lm_head.weight.is_meta
+    assert torch.equal(model(tokens).logits, expected)
+
+
+def test_an_offloaded_model_is_not_converted_and_the_report_says_why() -> None:
+    model = accelerate.cpu_offload(llama(), execution_device=torch.device("cpu"))
+    with pytest.warns(UserWarning, match="no layer was converted"):
+        f8.convert_to_float8_training(model)
+    assert set(left_out(model).values()) == {"its forward was replaced on the instance"}

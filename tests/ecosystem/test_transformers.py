@@ -110,6 +110,14 @@ def test_mixtrals_experts_and_routers_are_no_linears_and_stay_as_they_are() -> N
     assert [row.fqn for row in f8.conversion_report(model) if ".mlp." in row.fqn] == []
 
 
+def test_gpt2s_layers_are_no_linears_either() -> None:
+    """transformers has a class of its own for them, `Conv1D`, whose weight lies the other way round."""
+    sizes = {"vocab_size": 128, "n_embd": HIDDEN, "n_layer": 1, "n_head": 4, "n_positions": 16}
+    model = f8.convert_to_float8_training(transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)))
+    assert converted(model) == ["lm_head"]
+    assert left_out(model) == {}
+
+
 @pytest.mark.parametrize("kind", ["reentrant", "not reentrant"])
 def test_gradient_checkpointing_changes_no_number_of_delayed_scaling(kind: str) -> None:
     model = f8.convert_to_float8_training(llama(), config="delayed")
