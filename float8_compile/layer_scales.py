@@ -130,10 +130,12 @@ class ScaledLinear(nn.Linear):
             watch(self)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Copies: safetensors takes no tensor that several layers share, and who averages state dicts in place (timm's
+        EMA) would write a scale without its reciprocal."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for role, scale in scales_of(self).items():
             for name, tensor in scale.tensors().items():
-                destination[f"{prefix}{PREFIX}{name}_{role}"] = tensor
+                destination[f"{prefix}{PREFIX}{name}_{role}"] = tensor.clone()
 
     def _load_from_state_dict(
         self,

@@ -350,6 +350,25 @@ def test_a_recipe_that_delays_only_some_operands_saves_only_theirs() -> None:
     assert layer.grad_output_scale is None
 
 
+def test_a_shared_input_scale_is_saved_for_each_layer_in_memory_of_its_own() -> None:
+    """safetensors refuses tensors that share memory, and so does transformers' `save_pretrained`."""
+    state = sharing().state_dict()
+    assert torch.equal(state["k.fp8_scale_input"], state["q.fp8_scale_input"])
+    assert len({tensor.untyped_storage().data_ptr() for tensor in state.values()}) == len(state)
+
+
+def test_who_writes_into_a_state_dict_does_not_write_a_scale_without_its_reciprocal() -> None:
+    """As timm's ModelEmaV3 averages: in place, all that the state dict has."""
+    model = trained()
+    average = copy.deepcopy(model)
+    before, weight = state_of(average), average[0].weight.detach().clone()
+    train(model, model, DATA[3:5])
+    for of_average, of_model in zip(average.state_dict().values(), model.state_dict().values(), strict=True):
+        of_average.lerp_(of_model, 0.5)
+    assert not torch.equal(average[0].weight, weight), "weights it does average"
+    assert_same_bits(state_of(average), before)
+
+
 def test_it_loads_where_there_is_only_torch(tmp_path: Path) -> None:
     """Scenario 40."""
     model = trained()
@@ -500,7 +519,6 @@ def test_numbers_that_are_not_finite_are_no_evidence_from_a_checkpoint_either(nu
 @pytest.mark.parametrize("build", [trained, sharing], ids=["an MLP", "a shared scale"])
 @pytest.mark.parametrize("assign", [False, True])
 def test_loading_ones_own_state_changes_nothing(build: Callable[[], nn.Module], assign: bool) -> None:
-    """A state dict's tensors are the model's own, as everywhere in torch."""
     model = build()
     backward(model, DATA[3])
     before, known = state_of(model), evidence(model)
