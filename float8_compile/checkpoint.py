@@ -1,8 +1,7 @@
 """A state dict in two parts: what a plain model has, for those who know nothing of delayed scales, and the scales.
 
 Nobody else needs it (layer_scales.py): into a converted model a checkpoint loads strictly whatever recipe it is from, a
-plain one too. But an `nn.Linear` is strict about keys that it does not have, and safetensors about two keys of one
-tensor, which layers that share a scale have.
+plain one too. But an `nn.Linear` is strict about keys that it does not have.
 """
 
 from __future__ import annotations
@@ -33,11 +32,8 @@ def float8_state_dict(source: nn.Module | dict[str, Any]) -> dict[str, Tensor]:
     Both parts together, `{**plain_state_dict(model), **float8_state_dict(model)}`, are `state_dict()`. This one alone
     loads with `load_state_dict(..., strict=False)` into a model that has its weights already, and leaves those as they
     are; a weight's scale is then the weight's own.
-
-    The tensors are float32 and copies, one for each key: what safetensors' `save_file` wants.
     """
-    scales = {key: tensor for key, tensor in _state_dict(source).items() if _is_of_scales(key)}
-    return {key: tensor.detach().clone() for key, tensor in scales.items()}
+    return {key: tensor for key, tensor in _state_dict(source).items() if _is_of_scales(key)}
 
 
 def _state_dict(source: nn.Module | dict[str, Any]) -> dict[str, Any]:

@@ -181,14 +181,6 @@ class ScaledLinear(nn.Linear):
         """Of parameters and buffers, also of what pruning or a parametrization computes the weight from."""
         return (name for name, _ in itertools.chain(self.named_parameters(), self.named_buffers()))
 
-    def _shares(self, role: str) -> bool:
-        """Whether another layer has the same scale for this role."""
-        scale = scales_of(self)[role]
-        holders = (holder() for holder in scale.scales.holders)
-        return any(
-            holder is not None and holder is not self and scales_of(holder).get(role) is scale for holder in holders
-        )
-
     @torch.no_grad()
     def measure_weight(self) -> None:
         """The weight's scale from the weight, where that is whole and there; a sharded one has the checkpoint's."""

@@ -266,65 +266,32 @@ def projections(shared: bool, steps: int = 2) -> Any:
 by_sharing = pytest.mark.parametrize("shared", [False, True], ids=["each its own", "shared"])
 
 
-def test_calibration_makes_two_keys_of_one_tensor() -> None:
-    """So what follows is what a user has who calibrates."""
-    model = projections(shared=False, steps=0)
-    with f8.calibrate(model):
-        backward(model, DATA[0])
-    state = model.state_dict()
-    assert state["q.fp8_scale_input"].data_ptr() == state["k.fp8_scale_input"].data_ptr()
-
-
 @by_sharing
 @pytest.mark.parametrize("into_shared", [False, True], ids=["into each its own", "into shared"])
-def test_safetensors_takes_the_two_parts(shared: bool, into_shared: bool, tmp_path: Path) -> None:
-    """The way for every model: it has one tensor for each key, and any model loads it strictly."""
-    safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is optional: nothing of ours imports it")
+@pytest.mark.parametrize("way", ["save_file", "save_model"])
+def test_safetensors_takes_it_whole(shared: bool, into_shared: bool, way: str, tmp_path: Path) -> None:
+    """It has one tensor for each key, so safetensors finds none shared, and any model loads it strictly."""
+    safetensors = pytest.importorskip("safetensors.torch", reason="needs the extra ecosystem")
     source, model = projections(shared), projections(into_shared, steps=1)
-    safetensors.save_file({**f8.plain_state_dict(source), **f8.float8_state_dict(source)}, tmp_path / "model")
-    model.load_state_dict(safetensors.load_file(tmp_path / "model"), strict=True)
+    if way == "save_file":
+        safetensors.save_file(source.state_dict(), tmp_path / "model")
+        model.load_state_dict(safetensors.load_file(tmp_path / "model"), strict=True)
+    else:
+        safetensors.save_model(source, str(tmp_path / "model"))
+        safetensors.load_model(model, tmp_path / "model", strict=True)
     assert_same_bits({**weights_of(model), **state_of(model)}, {**weights_of(source), **state_of(source)})
     assert evidence(model) == evidence(source) == dict.fromkeys(evidence(source), True)
 
 
 @by_sharing
-def test_safetensors_own_way_of_saving_a_model_works_too(shared: bool, tmp_path: Path) -> None:
-    """It writes a shared scale once, under one of its names, as it does with a tied weight, and a model that shares
-    alike is filled from that. Its `load_model` counts keys then, and wants strict=False because of the other names."""
-    safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is optional: nothing of ours imports it")
-    source = projections(shared)
-    safetensors.save_model(source, str(tmp_path / "model"))
-    state = safetensors.load_file(tmp_path / "model")
-    assert len(state) == len(source.state_dict()) - 3 * shared
-    for load in (
-        lambda model: safetensors.load_model(model, tmp_path / "model", strict=not shared),
-        lambda model: model.load_state_dict(state, strict=True),
-    ):
-        model = projections(shared, steps=1)
-        load(model)
-        assert_same_bits({**weights_of(model), **state_of(model)}, {**weights_of(source), **state_of(source)})
-        assert evidence(model) == evidence(source) == dict.fromkeys(evidence(source), True)
-
-
-def test_safetensors_refuses_a_state_dict_of_shared_scales_as_of_tied_weights(tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is optional: nothing of ours imports it")
-    safetensors.save_file(projections(shared=False).state_dict(), tmp_path / "model")
-    with pytest.raises(RuntimeError, match=r"share memory.*fp8_scale_input"):
-        safetensors.save_file(projections(shared=True).state_dict(), tmp_path / "model")
-
-
-@by_sharing
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as it is here
-def test_torchs_distributed_checkpoint_loads_in_place_into_the_state_dict(shared: bool, tmp_path: Path) -> None:
-    """Which has the scales themselves, not copies; what it was kept for since before the first step, too."""
-    source, model = projections(shared, steps=0), projections(shared, steps=1)
-    state = source.state_dict()
-    train(source, source, DATA[:2])
-    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+def test_torchs_distributed_checkpoint_is_loaded_as_torch_says(shared: bool, tmp_path: Path) -> None:
+    """It fills the tensors of a state dict, which of scales are copies, and then the model is given that."""
+    source, model = projections(shared), projections(shared, steps=1)
+    dcp.save(source.state_dict(), checkpoint_id=tmp_path, no_dist=True)
     room = model.state_dict()
     dcp.load(room, checkpoint_id=tmp_path, no_dist=True)
-    assert torch.equal(model.k.input_scale.scale, source.k.input_scale.scale)
-    model.load_state_dict(room)  # as torch says to
+    model.load_state_dict(room)
     assert_same_bits({**weights_of(model), **state_of(model)}, {**weights_of(source), **state_of(source)})
 
 
