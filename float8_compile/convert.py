@@ -52,13 +52,20 @@ class ConversionRow:
 
 
 class ConversionReport(list[ConversionRow]):
-    """The rows in the model's order; `str` gives a table."""
+    """The rows in the model's order; `str` gives a table.
+
+    share: of the model's parameters, those that are weights of layers in float8. What multiplies by a parameter without
+    a linear layer (experts in one tensor, GPT-2's Conv1D) has no row, and shows here.
+    """
+
+    share = 0.0
 
     def __str__(self) -> str:
         rows = [(row.fqn or "(root)", row.k, row.n, _outcome(row)) for row in self]
         converted = sum(row.recipe is not None for row in self)
         table = text_table(("layer", "K", "N", "recipe, or why not"), rows)
-        return f"{table}\n{converted} of {len(self)} linear layers run in float8"
+        share = f"their weights are {self.share:.0%} of the model's parameters"
+        return f"{table}\n{converted} of {len(self)} linear layers run in float8; {share}"
 
 
 def _outcome(row: ConversionRow) -> str:
@@ -145,7 +152,7 @@ def conversion_report(module: nn.Module) -> ConversionReport:
 
     And the projections that `nn.MultiheadAttention` multiplies by itself, which no conversion takes.
     """
-    never_called, report = read_without_a_call(module), ConversionReport()
+    never_called, report, in_float8 = read_without_a_call(module), ConversionReport(), dict[int, int]()
     for fqn, part in _named_modules(module):
         for name, weight in packed_projections(part):
             n, k = weight.shape
@@ -156,6 +163,9 @@ def conversion_report(module: nn.Module) -> ConversionReport:
                 READS_WEIGHT if part in never_called else vars(part).get(_REASON, "" if recipe else "never converted")
             )
             report.append(ConversionRow(fqn, part.in_features, part.out_features, recipe, reason))
+            if recipe is not None:
+                in_float8[id(part.weight)] = part.weight.numel()
+    report.share = sum(in_float8.values()) / max(1, sum(p.numel() for p in module.parameters()))
     return report
 
 

@@ -628,8 +628,18 @@ def test_the_report_prints_as_a_table() -> None:
         "1       4096  8192  tensorwise, x 1.59 by roofline (H100, 8192 tokens)\n"
         "2       8192    10  - K=8192, N=10: not multiples of 16, so each GEMM would be padded\n"
         "3       4096  8192  tensorwise\n"
-        "2 of 5 linear layers run in float8"
+        "2 of 5 linear layers run in float8; their weights are 98% of the model's parameters"
     )
+
+
+def test_the_report_counts_a_tied_weight_once_and_what_is_no_linear() -> None:
+    """Such as experts in one parameter, which have no row."""
+    model = nn.Sequential(nn.Embedding(48, 32), nn.Linear(32, 48, bias=False))
+    model[1].weight = model[0].weight
+    assert conversion_report(convert_to_float8_training(model)).share == 1
+    model.experts = nn.Parameter(torch.zeros(3, 16, 32))
+    assert conversion_report(model).share == 0.5
+    assert conversion_report(nn.ReLU()).share == 0
 
 
 def test_a_root_and_an_unconverted_layer_have_words_in_the_report() -> None:
