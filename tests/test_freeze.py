@@ -370,6 +370,22 @@ def test_a_compiled_model_and_compiled_blocks_freeze_too() -> None:
     assert torch.equal(f8.export.freeze_for_inference(model, [x])(x), expected)
 
 
+def test_torchs_own_encoder_runs_its_frozen_layers() -> None:
+    """Its inference kernel would read their weights as if they were in high precision (attention.py)."""
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(K, 2, H, batch_first=True), 2)
+    f8.convert_to_float8_training(encoder)
+    x, padding = torch.randn(2, 5, K), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    frozen = f8.export.freeze_for_inference(encoder, [{"src": x, "src_key_padding_mask": padding}])
+    called = []
+    for layer in frozen.modules():
+        if isinstance(layer, FrozenLinear):
+            layer.register_forward_hook(lambda *_: called.append(1))
+    with torch.no_grad():
+        actual, expected = (m(x, src_key_padding_mask=padding) for m in (frozen, encoder.eval()))
+    assert len(called) == 4
+    assert sqnr(actual, expected) > 50
+
+
 def test_a_single_layer_freezes() -> None:
     frozen = f8.export.freeze_for_inference(f8.convert_to_float8_training(nn.Linear(K, N)), [batch()])
     assert type(frozen) is FrozenLinear
