@@ -54,6 +54,7 @@ ORDER = [
     "filters",
     "compat",
     "table",
+    "figure",
     "convert",
     "report",
     "distributed.flat_gradients",
