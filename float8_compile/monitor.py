@@ -12,6 +12,7 @@ again.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,14 +106,14 @@ class Monitor:
 
     def table(self) -> str:
         """A line for each row, and below it the first of the advice. "row-wise" is the SQNR that a scale per row would
-        give, for each GEMM that reads the cast; "exact" that nothing was lost, "-" that there was nothing but zeros."""
+        give, for each GEMM that reads the cast; "exact" that nothing was lost, "-" that there was nothing but zeros, or
+        nothing finite."""
         rows = self.rows
-        header = ("layer", "operand", "cast", "amax", "scale", "saturated", "flushed", "SQNR, dB", "row-wise, dB")
         infinite = any(row.nonfinite for row in rows)
         previous = [None, *(row.layer for row in rows)]
-        lines = [_cells(row, row.layer != before, infinite) for row, before in zip(rows, previous, strict=False)]
-        table = text_table((*header, "not finite") if infinite else header, _to_the_right(lines, header))
-        return "\n".join([table, *self._below(rows)])
+        lines = [_HEADER, *(_cells(row, row.layer != before) for row, before in zip(rows, previous, strict=False))]
+        header, *lines = _figures_to_the_right([line if infinite else line[:-1] for line in lines])
+        return "\n".join([text_table(header, lines), *self._below(rows)])
 
     def __str__(self) -> str:
         return self.table()
@@ -133,29 +134,31 @@ class Monitor:
         self._rows = self.rows
 
 
-def _cells(row: OperandStatistics, first: bool, infinite: bool) -> tuple[str, ...]:
-    scales = [readable_number(scale) for scale in dict.fromkeys(row.scale)]
-    cells = (
-        (row.layer or "(root)") if first else "",
+_WORDS = ("layer", "operand", "cast")
+_HEADER = (*_WORDS, "amax", "scale", "saturated", "flushed", "SQNR, dB", "row-wise, dB", "not finite")
+
+
+def _cells(row: OperandStatistics, names_layer: bool) -> tuple[str, ...]:
+    return (
+        (row.layer or "(root)") if names_layer else "",
         row.operand,
         str(row.cast),
         readable_number(row.amax),
-        " to ".join(scales),
+        " to ".join(readable_number(scale) for scale in dict.fromkeys(row.scale)),
         readable_share(row.saturated),
         readable_share(row.flushed),
         _decibels(row.sqnr),
         ", ".join(_decibels(quality.sqnr) for quality in row.rowwise.values()),
+        readable_share(row.nonfinite),
     )
-    return (*cells, readable_share(row.nonfinite)) if infinite else cells
 
 
 def _decibels(value: float | None) -> str:
-    return "-" if value is None else "exact" if value == float("inf") else readable_number(value)
+    return "-" if value is None else "exact" if value == math.inf else readable_number(value)
 
 
-def _to_the_right(lines: list[tuple[str, ...]], header: tuple[str, ...]) -> list[list[str]]:
-    """Figures as wide as their column: among numbers, "-" and "%" would have it aligned as words."""
-    widths = (
-        [max(len(line[i]) for line in [header, *lines] if i < len(line)) for i in range(len(lines[0]))] if lines else []
-    )
-    return [[c if i < 3 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))] for line in lines]
+def _figures_to_the_right(lines: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Padded to their column's width: for "-" and "%" among them a table would take them for words."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    first = len(_WORDS)
+    return [(*line[:first], *map(str.rjust, line[first:], widths[first:])) for line in lines]

@@ -106,7 +106,7 @@ def _good(quality: Quality) -> bool:
 
 def _is_better(rowwise: Quality, row: OperandStatistics) -> bool:
     gain = 0.0 if rowwise.sqnr is None or row.sqnr is None else rowwise.sqnr - row.sqnr
-    return gain >= BETTER_DB or rowwise.flushed <= row.flushed / 2
+    return gain >= BETTER_DB or row.flushed > FLUSHED_MUCH >= rowwise.flushed
 
 
 def _figures(quality: Quality) -> str:
