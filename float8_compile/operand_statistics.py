@@ -126,7 +126,7 @@ def _added(vector: Tensor, x: Tensor, payload: Tensor, scale: Tensor, how: Cast,
         by_row = cast_operand(x, ROWWISE, axis)
         assert by_row.scale is not None
         fine = by_row.payload.float()
-        sums += [nonzero & (fine == 0), (exact - fine.double() / by_row.scale).square()]
+        sums += [nonzero & (fine == 0), (exact - fine / by_row.scale.double()).square()]
     new = [vector.new_ones(()), *(term.sum(dtype=torch.float64) for term in sums)]
     new += [vector.new_zeros(())] * (len(SUMS) - len(new))
     usable = scale.isfinite() & (scale > 0)
