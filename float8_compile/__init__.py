@@ -36,6 +36,7 @@ from float8_compile.filters import auto_filter
 from float8_compile.flat_gradients import FlatGradients
 from float8_compile.graphs import make_graphed_callables
 from float8_compile.linear import Float8Linear
+from float8_compile.monitor import monitor
 from float8_compile.recipe import Cast, DelayedScaling, Gemm, Recipe
 from float8_compile.recompute import sac_save_ops
 from float8_compile.report import saved_tensors_report
@@ -72,6 +73,7 @@ __all__ = [
     "float8_state_dict",
     "make_graphed_callables",
     "mark_calibrated",
+    "monitor",
     "plain_state_dict",
     "precompute_float8_dynamic_scale_for_fsdp",
     "preview",

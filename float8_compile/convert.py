@@ -103,9 +103,9 @@ def convert_to_float8_training(
     never_called = read_without_a_call(module)
     plan = [
         _planned(linear, fqn, recipe_of, module_filter_fn, READS_WEIGHT if linear in never_called else "")
-        for fqn, linear in _named_linears(module)
+        for fqn, linear in named_linears(module)
     ]
-    linears = dict(_named_linears(module))
+    linears = dict(named_linears(module))
     plan = _without_gathers_of_shared_weights(module, plan, linears)
     chosen = {row.fqn: (linears[row.fqn], row.recipe) for row in plan if row.recipe is not None}
     recompute = _decide_recompute(recompute_weight_cast, weight_cast_budget, chosen)
@@ -128,7 +128,7 @@ def convert_to_float8_training(
 
 def convert_from_float8_training(module: nn.Module) -> nn.Module:
     """The way back, in place: every `Float8Linear` is a plain `nn.Linear` again, the same object."""
-    linears = list(_named_linears(module))
+    linears = list(named_linears(module))
     for fqn, linear in linears:
         if isinstance(linear, Float8Linear) and type(linear) is not Float8Linear:
             raise TypeError(
@@ -165,7 +165,8 @@ def conversion_report(module: nn.Module) -> ConversionReport:
             report.append(ConversionRow(fqn, part.in_features, part.out_features, recipe, reason))
             if recipe is not None:
                 in_float8[id(part.weight)] = part.weight.numel()
-    report.share = sum(in_float8.values()) / max(1, sum(p.numel() for p in module.parameters()))
+    known = sum(p.numel() for p in module.parameters() if not nn.parameter.is_lazy(p))
+    report.share = sum(in_float8.values()) / max(1, known)
     return report
 
 
@@ -314,7 +315,7 @@ WRAPPER_NAMES = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_modul
 _MODULE_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
-def _named_linears(root: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+def named_linears(root: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """Every linear once, with its name as the user knows it."""
     return ((fqn, module) for fqn, module in _named_modules(root) if isinstance(module, nn.Linear))
 

@@ -163,13 +163,10 @@ class ScaledLinear(nn.Linear):
         """Returns the errors, as `_load` does."""
         errors: list[str] = []
         has_weight = any("weight" in name and prefix + name in state_dict for name in self._names_of_tensors())
-        has_scales = any(prefix + key in state_dict for key in STATE_KEYS)
         for role, scale in scales_of(self).items():
             keys = {name: f"{prefix}{PREFIX}{name}_{role}" for name in scale.tensors()}
             saved = {name: state_dict[key] for name, key in keys.items() if key in state_dict}
-            # safetensors' save_model writes a shared tensor once, under the name of one of the layers.
-            elsewhere = has_scales and not saved and self._shares(role)
-            if saved or (has_weight and not elsewhere):
+            if saved or has_weight:
                 errors += _load(scale, saved, keys)
         # Also where it has nothing of this layer: a tied weight comes under another one's name.
         known = self.weight_scale is not None and not self.weight.is_meta and bool(self.weight_scale.scale > 0)

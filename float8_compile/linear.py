@@ -28,6 +28,7 @@ from float8_compile.gathered_weight import high_precision, release
 from float8_compile.gradient_slice import slice_of
 from float8_compile.layer_scales import ScaledLinear
 from float8_compile.linear_function import Float8LinearFunction, State, parts
+from float8_compile.operand_statistics import LayerStatistics
 from float8_compile.recipe import HIGH_PRECISION, Gemm, Recipe
 from float8_compile.recompute import cast_weight, gathered_weight
 from float8_compile.split import Exchange, unflattened, ways_split
@@ -54,12 +55,14 @@ class Float8Linear(ScaledLinear):
     enabled: False runs the layer in high precision (see `float8_disabled`).
     fqn: the layer's name in the model that was converted, for messages.
     calibrating: record amaxes in any mode (see `calibrate`).
+    statistics: what its casts add to while it is monitored (see `monitor`), else None.
     """
 
     recompute_weight_cast: bool
     enabled: bool
     fqn: str
     calibrating: bool
+    statistics: LayerStatistics | None
 
     def __init__(
         self,
@@ -112,6 +115,8 @@ class Float8Linear(ScaledLinear):
         with torch.no_grad():
             of_x = ways_split(split)[0]
             x8 = cast_with(x_MK, recipe.output.left, self.input_scale, record=records, across=of_x)
+            if self.statistics is not None:
+                self.statistics.add("input", x_MK, x8, recipe)
             if split is not None and gathers_x:
                 x8 = gather_operand(x8, split.group, blocks)
         # In eval the weights may be another's (an average, a checkpoint copied in): no optimizer step would tell.
@@ -119,8 +124,13 @@ class Float8Linear(ScaledLinear):
         w8, kept_w8, kept_as_it_is = self._cast_weight(w_NK, recipe, weight_scale, read_by_backward=x.requires_grad)
         keeps_w8 = kept_w8 is w8
         other_w8 = None if keeps_w8 else kept_w8
+        if self.statistics is not None:
+            self.statistics.add("weight", w_NK, w8, recipe)
+            if not recipe.casts_weight_once:
+                self.statistics.add("weight for grad_input", w_NK, other_w8, recipe)
         exchange = None if split is None else Exchange(split, blocks, gathers_x, sums_x_grad)
-        state = State(self.input_scale, self.grad_output_scale, weight_scale, records, slice_of(w_NK), exchange)
+        scales = self.input_scale, self.grad_output_scale, weight_scale
+        state = State(*scales, records, slice_of(w_NK), exchange, self.statistics)
         operands = *parts(x8), *parts(w8), *parts(other_w8, w8)
         y_MN = apply_function(Float8LinearFunction, x_MK, w_NK, bias, *operands, keeps_w8, kept_as_it_is, recipe, state)
         return y_MN if x.dim() == 2 else unflattened(y_MN, x, None if split is None else split.tokens)
@@ -223,6 +233,7 @@ _ATTRIBUTES = (
     "enabled",
     "fqn",
     "calibrating",
+    "statistics",
     "input_scale",
     "grad_output_scale",
     "weight_scale",
@@ -244,8 +255,8 @@ def become_float8(
             assert isinstance(linear, Float8Linear)
         linear._recipe, linear.fqn = recipe, fqn
         linear.recompute_weight_cast, linear.enabled, linear.calibrating = recompute_weight_cast, True, False
-        vars(linear).setdefault("gather", None)
-        vars(linear).setdefault("split", None)
+        for name in ("gather", "split", "statistics"):
+            vars(linear).setdefault(name, None)
         linear.have_gathered(recipe, model)
         if (cached := vars(linear).setdefault("cached_weight", None)) is not None:
             cached.fit(recipe)

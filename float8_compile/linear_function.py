@@ -19,6 +19,7 @@ from float8_compile.cast import saturating_cast
 from float8_compile.collectives import gather_operand, gather_tokens, sum_over
 from float8_compile.delayed import DelayedScale, cast_with
 from float8_compile.gradient_slice import GradientSlice
+from float8_compile.operand_statistics import LayerStatistics
 from float8_compile.recipe import Recipe
 from float8_compile.split import Exchange, ways_split
 from float8_compile.tensor import Float8Tensor, Operand, dequantized
@@ -90,7 +91,7 @@ class Float8LinearFunction(torch.autograd.Function):
         if is_nested_transform():  # where once_differentiable would give zeros
             raise NotImplementedError("a Float8Linear can't be differentiated twice: use float8_disabled(model)")
         x_saved, x_unscale, w_saved, w_scale, w_unscale = ctx.saved_tensors
-        recipe, state, emulate = ctx.recipe, ctx.state, ctx.recipe.emulate
+        recipe, state, emulate, statistics = ctx.recipe, ctx.state, ctx.recipe.emulate, ctx.state.statistics
         x_needs_grad, w_needs_grad, bias_needs_grad = ctx.needs_input_grad[:3]
         x_grad = w_grad = bias_grad = g8 = None
         exchange = state.exchange
@@ -99,6 +100,8 @@ class Float8LinearFunction(torch.autograd.Function):
         if exchange is not None and gathered:
             if recipe.reads_gradient_in_float8:
                 g8 = cast_with(g_MN, recipe.grad_input.left, state.grad_output, record=state.records, across=of_g)
+                if statistics is not None:
+                    statistics.add("grad_output", g_MN, g8, recipe)
                 g8 = gather_operand(g8, exchange.split.group, exchange.blocks)
                 if not recipe.casts_gradient_once:  # else nobody reads it
                     assert g8.scale is not None
@@ -110,6 +113,8 @@ class Float8LinearFunction(torch.autograd.Function):
             how = recipe.grad_input
             if g8 is None:
                 g8 = cast_with(g_MN, how.left, state.grad_output, record=state.records, across=of_g)
+                if statistics is not None:
+                    statistics.add("grad_output", g_MN, g8, recipe)
             if not ctx.casts_w_again:
                 w8 = Operand(w_saved, None, w_unscale)
             elif recipe.casts_weight_once:
@@ -117,6 +122,8 @@ class Float8LinearFunction(torch.autograd.Function):
                 w8 = Operand(payload, w_scale, w_unscale)
             else:
                 w8 = cast_with(w_saved, how.right, state.weight, axis=0, across=of_w)
+                if statistics is not None:
+                    statistics.add("weight for grad_input", w_saved, w8, recipe)
             options = {"fast_accum": how.fast_accum, "emulate": emulate, "in_memory": gathered}
             x_grad = gemm.grad_input(g8, w8, ctx.x_dtype, **options)
             if exchange is not None:
@@ -125,12 +132,17 @@ class Float8LinearFunction(torch.autograd.Function):
             how = recipe.grad_weight
             if g8 is None or not recipe.casts_gradient_once:
                 g8 = cast_with(g_MN, how.left, state.grad_output, axis=0, record=state.records, across=of_g)
+                if statistics is not None:
+                    once = recipe.casts_gradient_once
+                    statistics.add("grad_output" if once else "grad_output for grad_weight", g_MN, g8, recipe)
             if recipe.casts_input_once:
                 x8 = Operand(x_saved, None, x_unscale)
             else:
                 if exchange is not None and exchange.gathers_x:
                     x_saved, of_x = dequantized(x_saved, x_unscale, ctx.x_dtype), None
                 x8 = cast_with(x_saved, how.right, state.input, axis=0, record=state.records, across=of_x)
+                if statistics is not None:
+                    statistics.add("input for grad_weight", x_saved, x8, recipe)
             w_grad = gemm.grad_weight(g8, x8, ctx.w_dtype, fast_accum=how.fast_accum, emulate=emulate)
             if state.weight_gradient is not None:
                 state.weight_gradient.add(w_grad)
@@ -157,8 +169,8 @@ class Float8LinearFunction(torch.autograd.Function):
 
 
 class State(NamedTuple):
-    """A layer's delayed scales by role, whether this call records amaxes in them, where its weight's gradient goes, and
-    what it exchanges with other ranks."""
+    """A layer's delayed scales by role, whether this call records amaxes in them, where its weight's gradient goes,
+    what it exchanges with other ranks, and what its casts add to while it is monitored."""
 
     input: DelayedScale | None
     grad_output: DelayedScale | None
@@ -166,6 +178,7 @@ class State(NamedTuple):
     records: bool
     weight_gradient: GradientSlice | None
     exchange: Exchange | None
+    statistics: LayerStatistics | None
 
 
 def parts(operand: Operand | None, other: Operand | None = None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

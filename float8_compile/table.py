@@ -20,3 +20,13 @@ def text_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def _is_number(cell: str) -> bool:
     return cell.replace(",", "").replace(".", "").replace("%", "").lstrip("+-").isdigit()
+
+
+def readable_number(number: float) -> str:
+    """Three significant digits: "0.0123", "448", "1.5e+38"."""
+    return f"{number:.3g}"
+
+
+def readable_share(share: float) -> str:
+    """Of 1, in percent: "0", "<0.01 %", "12.3 %"."""
+    return "0" if share == 0 else "<0.01 %" if share < 1e-4 else f"{100 * share:.3g} %"

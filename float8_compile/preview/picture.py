@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+from float8_compile.figure import new_figure
 from float8_compile.preview.result import Preview
 from float8_compile.preview.roles import role
 
@@ -81,8 +81,7 @@ def _without_numbers(bars: Mapping[str, Mapping[Part, float]]) -> dict[str, dict
 
 
 def _draw(path: str | Path, bars: Mapping[str, Mapping[Part, float]], title: str) -> None:
-    figure_class: Any = _figure_class()
-    figure = figure_class(figsize=(10, 2.2 + 0.3 * len(bars)), layout="constrained")
+    figure = new_figure(10, 2.2 + 0.3 * len(bars))
     axes = figure.subplots()
     names, left = list(bars), [0.0] * len(bars)
     for part, colour in COLOURS.items():
@@ -100,14 +99,3 @@ def _draw(path: str | Path, bars: Mapping[str, Mapping[Part, float]], title: str
     if any(left):
         figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=2)
     figure.savefig(path, dpi=150)
-
-
-def _figure_class() -> Any:
-    """Nothing is shown on a screen, so none is needed."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "a picture needs matplotlib, which is not installed: pip install 'float8_compile[train]'", name=error.name
-        ) from None
-    return Figure
