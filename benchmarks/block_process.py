@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks import deit, llama
 from benchmarks.allocations import of_microbatch, of_microbatch_on_a_gpu
-from benchmarks.command import without_expected_warnings
+from benchmarks.command import reason, without_expected_warnings
 from benchmarks.contenders import calibrated, compiled
 from benchmarks.interleaved import Contender, interleaved, seconds
 from benchmarks.record import ROOT
@@ -121,7 +121,7 @@ def work(job: Job, tell: Callable[[dict[str, Any]], object]) -> None:
                     told |= dict(zip(BYTES, case.memory(), strict=True))
                     steps[name] = case.step
             except Exception as error:  # of one case: those before and after it are worth having
-                told = {"case": name, "failed": f"{type(error).__name__}: {error}".partition("\n")[0]}
+                told = {"case": name, "failed": reason(error)}
         tell(told)
     samples: dict[str, list[float]] = {}
 

@@ -148,11 +148,11 @@ def draw(path: Path, results: Sequence[Result], about: Mapping[str, Any]) -> Non
             sides = {side: [figures(result, name + behind) for name in names] for side, behind in SIDES.items()}
             for axes, (key, (label, unit)) in zip(row, pictures.items(), strict=False):
                 values = {side: [_divided(of[key], unit) for of in all_of] for side, all_of in sides.items()}
-                bars(axes, names, {side: (HUES[side], of) for side, of in values.items()}, ".2f")
+                bars(axes, names, {side: (HUES[side], of) for side, of in values.items()})
                 axes.set_xlabel(label)
             if compiled:
                 first = {key: (HUES[key], [of[key] for of in sides["as it is"]]) for key in ("cold", "warm")}
-                bars(row[3], names, first, ".1f")
+                bars(row[3], names, first)
                 row[3].set_xlabel("s, first step with compilation, as it is")
             row[0].set_title(result.model, loc="left", fontsize=10)
             row[0].axvline(1, color="black", linewidth=0.8)

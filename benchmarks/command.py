@@ -65,6 +65,11 @@ def command_line(name: str, arguments: Sequence[str] | None) -> str:
     return " ".join(["python -m", f"benchmarks.{name}", *(sys.argv[1:] if arguments is None else arguments)])
 
 
+def reason(error: Exception) -> str:
+    """Why something failed, in a line."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
 @contextlib.contextmanager
 def without_expected_warnings() -> Iterator[None]:
     with warnings.catch_warnings():

@@ -30,7 +30,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from benchmarks.command import Live, add_backend, command_line, known, parser_of, without_expected_warnings
+from benchmarks.command import Live, add_backend, command_line, known, parser_of, reason, without_expected_warnings
 from benchmarks.contenders import calibrated, compiled
 from benchmarks.interleaved import Contender, interleaved
 from benchmarks.launches import counted, launches_of
@@ -90,13 +90,16 @@ def measure(dtype: str, shape: str, names: Sequence[str], device: str, backend: 
     torch.manual_seed(0)
     x = torch.randn(TOKENS[device], k, device=device, dtype=DTYPES[dtype], requires_grad=True)
     gradient = torch.randn(TOKENS[device], n, device=device, dtype=DTYPES[dtype])
-    steps, counts = dict[str, Contender](), dict[str, tuple[int, int | None]]()
+    steps, counts, failed = dict[str, Contender](), dict[str, tuple[int, int | None]](), dict[str, str]()
     for name in names:
         live.prepare(name)
         with quiet():
-            steps[name], counts[name] = prepared(name, x, gradient, backend)
+            try:
+                steps[name], counts[name] = prepared(name, x, gradient, backend)
+            except Exception as error:  # row-wise GEMMs of a GPU may have no float16 results: the others are worth it
+                failed[name] = reason(error)
     seconds = interleaved(steps, rounds, device=device, after_round=live.round)
-    return Layer(dtype, shape, k, n, {name: Row(seconds[name], *counts[name]) for name in names})
+    return Layer(dtype, shape, k, n, {name: Row(seconds[name], *counts[name]) for name in steps}, failed)
 
 
 def prepared(name: str, x: Tensor, gradient: Tensor, backend: str) -> tuple[Contender, tuple[int, int | None]]:

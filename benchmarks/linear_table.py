@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -30,13 +30,14 @@ Rows = Mapping[str, Row]  # by contender
 
 @dataclass(frozen=True)
 class Layer:
-    """What was measured of one: K and N are its in_features and out_features."""
+    """What was measured of one: K and N are its in_features and out_features. failed: contenders, and why."""
 
     dtype: str
     shape: str
     K: int
     N: int
     rows: Rows
+    failed: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"{self.dtype}, {self.shape}: {self.K} x {self.N}"
@@ -81,7 +82,7 @@ def leave(folder: Path, name: str, layers: Sequence[Layer], about: Mapping[str, 
     """The three files, of what there is so far."""
     document = [
         {key: getattr(layer, key) for key in ("dtype", "shape", "K", "N")}
-        | {"contenders": {name: figures(layer.rows, name) for name in layer.rows}}
+        | {"contenders": {name: figures(layer.rows, name) for name in layer.rows}, "failed": layer.failed}
         for layer in layers
     ]
     write_json(folder / f"{name}.json", {**about, "layers": document})
@@ -93,15 +94,17 @@ def report(layers: Sequence[Layer], about: Mapping[str, Any]) -> str:
     """Markdown: a table for each layer."""
     lines = [f"{made_by(about)} {about['method']}"]
     for layer in layers:
-        table = markdown([{"": name} | in_words(figures(layer.rows, name)) for name in layer.rows])
-        lines.append(f"\n{layer}\n\n{table}")
+        table = [{"": name} | in_words(figures(layer.rows, name)) for name in layer.rows]
+        lines.append(f"\n{layer}\n\n{markdown(table) if table else ''}")
+        lines += [f"{name} failed: {why}\n" for name, why in layer.failed.items()]
     return "\n".join(lines)
 
 
 def line(layer: Layer) -> str:
     """What has come out for a layer."""
     words = [f"{name} {in_words(figures(layer.rows, name))['us']}" for name in layer.rows]
-    return f"{layer}, us: {', '.join(words)}"
+    failed = [f"{name} failed" for name in layer.failed]
+    return f"{layer}, us: {', '.join(words + failed)}"
 
 
 def draw(path: Path, layers: Sequence[Layer], about: Mapping[str, Any]) -> None:
@@ -127,8 +130,8 @@ def draw(path: Path, layers: Sequence[Layer], about: Mapping[str, Any]) -> None:
             axes.set_xlim(left=0)
         grid[-1, 0].set_xlabel(f"times as fast as compiled {BASELINE}; lines: quartiles")
         grid[-1, 1].set_xlabel("MB saved between forward and backward")
-        handles, labels = grid[0, 1].get_legend_handles_labels()
-        entries = dict(zip(labels, handles, strict=True))  # one for all shapes
+        legends = [axes.get_legend_handles_labels() for axes in grid[:, 1]]
+        entries = {label: handle for legend in legends for handle, label in zip(*legend, strict=True)}
         figure.legend(entries.values(), entries, loc="outside lower center", ncols=4, frameon=False)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,17 +44,17 @@ def picture(path: Path, width: float, height: float, title: str, dpi: int = 130)
     with matplotlib.rc_context({"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}):
         figure = Figure(figsize=(width, height), layout="constrained")
         yield figure
-        figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+        lines = (textwrap.fill(line, int(13 * width)) for line in title.splitlines())
+        figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=10)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=dpi)
 
 
-def bars(
-    axes: Any, names: Sequence[str], groups: Mapping[str, tuple[str, Sequence[float | None]]], form: str = ",.0f"
-) -> None:
+def bars(axes: Any, names: Sequence[str], groups: Mapping[str, tuple[str, Sequence[float | None]]]) -> None:
     """Lying bars, with a number at each: for each name one of every group, which has a label, a colour and values."""
     height = 0.76 / len(groups)
     ends = [value for _, values in groups.values() for value in values if value is not None]
+    form = ",.0f" if max(ends, default=0) >= 100 else ".1f" if max(ends, default=0) >= 10 else ".2f"
     for number, (label, (hue, values)) in enumerate(groups.items()):
         offset = (number - (len(groups) - 1) / 2) * height
         places = [place + offset for place in range(len(names))]

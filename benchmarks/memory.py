@@ -262,7 +262,7 @@ def draw(path: Path, results: Sequence[Result], machine: str) -> None:
                 key: (COLOURS[key], [row.nbytes[key] / 1e6 for row in result.rows.values()])
                 for key in ("after forward", "peak")
             }
-            bars(beyond, names, groups, ",.0f" if max(groups["peak"][1]) >= 10 else ".2f")
+            bars(beyond, names, groups)
             own.set_title(heading(result), loc="left", fontsize=10)
             own.set_xlabel("MB, the model's own, between microbatches")
             beyond.set_xlabel("MB beyond that, in a microbatch")

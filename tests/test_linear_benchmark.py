@@ -207,6 +207,23 @@ def test_what_is_done_survives_an_interruption(
     assert re.match(r"bf16, 8b-kv: 512 x 128, us: nn\.Linear 1,000, delayed 2,000\n", printed.out)
 
 
+@pytest.mark.usefixtures("afresh")
+def test_a_contender_that_fails_is_told_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = linear.prepared
+
+    def failing(name: str, *others: Any) -> Any:
+        if name == "rowwise":
+            raise RuntimeError("Only bf16 results\nand more")
+        return prepared(name, *others)
+
+    monkeypatch.setattr(linear, "prepared", failing)
+    assert linear.main(arguments(tmp_path, "--dtypes", "fp16", "--contenders", "rowwise", "nn.Linear")) == 0
+    (layer,) = json.loads((tmp_path / "linear.json").read_text())["layers"]
+    assert list(layer["contenders"]) == ["nn.Linear"]
+    assert layer["failed"] == {"rowwise": "RuntimeError: Only bf16 results"}
+    assert "\nrowwise failed: RuntimeError: Only bf16 results\n" in (tmp_path / "linear.md").read_text()
+
+
 @pytest.mark.parametrize(
     ("others", "message"),
     [
