@@ -42,26 +42,29 @@ class Memory:
         return [alive for marked, alive in self.marks if marked == name]
 
 
-def of_microbatch(loss: Callable[[], Tensor]) -> tuple[int, int, int]:
-    """Bytes alive when `loss()` is there, after its backward, and the most at one time; see `Memory`."""
+def of_microbatch(loss: Callable[[], Tensor], gradient: Tensor | None = None) -> tuple[int, int, int]:
+    """Bytes alive when `loss()` is there, after its backward, and the most at one time; see `Memory`.
+
+    gradient: the loss's own, where it is no number but a block's output.
+    """
 
     def microbatch() -> Tensor:
         value = loss()
         mark("forward")
-        value.backward()
+        value.backward(gradient)
         return value
 
     memory = memory_of(microbatch)
     return memory.at("forward")[0], memory.alive, memory.peak
 
 
-def of_microbatch_on_a_gpu(loss: Callable[[], Tensor]) -> tuple[int, int, int]:
+def of_microbatch_on_a_gpu(loss: Callable[[], Tensor], gradient: Tensor | None = None) -> tuple[int, int, int]:
     """The same, by torch.cuda's own count."""
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     value = loss()
     forward = torch.cuda.memory_allocated()
-    value.backward()
+    value.backward(gradient)
     return forward - before, torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
 
 
@@ -78,15 +81,21 @@ def memory_of(run: Callable[[], Any]) -> Memory:
     try:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             returned = run()
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "trace.json"
-            profiler.export_chrome_trace(str(file))
-            events = json.loads(file.read_text())["traceEvents"]
+        events = events_of(profiler)
         del returned
         return _memory(sorted(events, key=lambda event: event["ts"]))
     finally:
         if collects:
             gc.enable()
+
+
+def events_of(profiler: profile) -> list[dict[str, Any]]:
+    """All that it has seen, as its trace says it."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(file))
+        events: list[dict[str, Any]] = json.loads(file.read_text())["traceEvents"]
+    return events
 
 
 def _memory(events: list[dict[str, Any]]) -> Memory:

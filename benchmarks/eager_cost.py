@@ -24,22 +24,21 @@ import contextlib
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
+from benchmarks.command import Live, command_line, known, parser_of, without_expected_warnings
+from benchmarks.contenders import calibrated, compiled, counterpart
 from benchmarks.interleaved import Contender, interleaved, quantiles, ratio
-from benchmarks.record import RESULTS, circumstances, markdown, write, write_json
-from float8_compile import update_delayed_scaling
-from float8_compile.delayed_step import scales_of
-from float8_compile.torch_internals import scaled_mm, with_own_code
-from float8_compile.variants import AS_BUILT, CACHED, KEEP, TORCHAO, TORCHAO_RECIPES, check, quiet, variant
+from benchmarks.look import colour, marker, picture
+from benchmarks.record import circumstances, markdown, write, write_json
+from float8_compile.torch_internals import scaled_mm
+from float8_compile.variants import AS_BUILT, CACHED, TORCHAO, TORCHAO_RECIPES, quiet, variant
 
 NAME = "eager_cost"
 SIZES = (64, 128, 256, 512, 1024)
@@ -58,19 +57,6 @@ GEMMS = "GEMMs alone"
 FORWARD, STEP = PASSES = ("forward", "forward + backward")
 EAGER, COMPILED = "eager", "compiled"
 
-# What a GPU's user is told once, and what is no news here.
-EXPECTED_WARNINGS = ("a Float8Linear runs eagerly on a GPU", "TensorFloat32 tensor cores for float32 matrix")
-
-# Okabe and Ito's hues by recipe, which colour-blind readers can tell apart; torchao's are dashed.
-COLOURS = {
-    AS_BUILT: "#000000",
-    "tensorwise": "#D55E00",
-    "rowwise": "#0072B2",
-    "rowwise_with_gw_hp": "#009E73",
-    "delayed": "#CC79A7",
-    GEMMS: "#999999",
-}
-
 Case = tuple[str, str, str]  # eager or compiled, pass, contender
 Samples = Mapping[Case, Sequence[float]]
 
@@ -86,9 +72,7 @@ def layer_and_input(name: str, size: int, device: str) -> tuple[nn.Module, Tenso
 
     with quiet():
         model, (x,), _ = variant(build, name)()
-    if any(map(scales_of, model.modules())):
-        model(x).sum().backward()
-        update_delayed_scaling(model)
+    calibrated(model, lambda: model(x).sum().backward())
     return model[0], x  # type: ignore[index]
 
 
@@ -101,16 +85,6 @@ def passes(layer: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> dict
         x.grad = layer.weight.grad = None  # type: ignore[union-attr, assignment]
 
     return {FORWARD: lambda: run(x), STEP: step}
-
-
-def compiled(layer: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The layer, compiled, with a cache of its own: in a shared one each call would ask the others' guards first."""
-
-    def run(x: Tensor) -> Tensor:
-        return layer(x)
-
-    compile: Any = torch.compile
-    return compile(with_own_code(run), fullgraph=True, dynamic=False)
 
 
 def gemms_alone(size: int, device: str) -> dict[str, Contender]:
@@ -147,20 +121,13 @@ def cases(
     return found
 
 
-def against(name: str) -> str | None:
-    """Torchao's counterpart of one of our variants: for `delayed`, which torchao has not, its dynamic scaling."""
-    recipe = name.removesuffix(CACHED).removesuffix(KEEP)
-    counterpart = TORCHAO + ("tensorwise" if recipe == "delayed" else recipe)
-    return counterpart if counterpart in CONTENDERS and name != counterpart else None
-
-
 def overhead(samples: Samples, mode: str, part: str, name: str) -> float | None:
     """A call's time beyond the bare GEMMs, as a share of that of torchao's counterpart; None where it wasn't measured.
 
     Medians of differences within a round. rowwise_with_gw_hp has two float8 GEMMs and a bfloat16 one, which on so few
     tokens takes about as long.
     """
-    other, gemms = samples.get((mode, part, against(name) or "")), samples[EAGER, part, GEMMS]
+    other, gemms = samples.get((mode, part, counterpart(name) or "")), samples[EAGER, part, GEMMS]
     if other is None:
         return None
     beyond, others = (
@@ -182,9 +149,9 @@ def plain(samples: Samples) -> dict[str, Any]:
     document: dict[str, Any] = {}
     for (mode, part, name), times in samples.items():
         entry: dict[str, Any] = {key: round(1e6 * value, 2) for key, value in quantiles(times).items()}
-        other = samples.get((mode, part, against(name) or ""))
+        other = samples.get((mode, part, counterpart(name) or ""))
         if other is not None:
-            entry |= {"against": against(name), "ratio": round(ratio(times, other), 3)}
+            entry |= {"against": counterpart(name), "ratio": round(ratio(times, other), 3)}
             share = overhead(samples, mode, part, name)
             entry["overhead"] = None if share is None else round(share, 3)
         document.setdefault(mode, {}).setdefault(part, {})[name] = entry
@@ -234,15 +201,12 @@ def _share(samples: Samples, mode: str, part: str, name: str) -> str:
 
 
 def draw(path: Path, results: Mapping[int, Samples], about: Mapping[str, Any]) -> None:
-    """Writes a PNG. Nothing is shown on a screen, so none is needed."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
+    """Writes a PNG: a picture for each mode and pass."""
     tables = _tables(results)
     modes, parts = list(dict.fromkeys(m for m, _ in tables)), list(dict.fromkeys(p for _, p in tables))
     sizes = list(results)
-    with matplotlib.rc_context({"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}):
-        figure = Figure(figsize=(10, 1.6 + 3.4 * len(modes)), layout="constrained")
+    title = f"{about['title']}: medians, shaded from the first quartile to the third\n{about['machine']}"
+    with picture(path, 10, 1.6 + 3.4 * len(modes), title, dpi=150) as figure:
         grid = figure.subplots(len(modes), len(parts), sharex=True, sharey="col", squeeze=False)
         for mode, row in zip(modes, grid, strict=True):
             for part, axes in zip(parts, row, strict=True):
@@ -264,23 +228,13 @@ def draw(path: Path, results: Mapping[int, Samples], about: Mapping[str, Any]) -
             axes.set_ylabel("us a call")
         handles, labels = grid[0, 0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, handlelength=3.5)
-        figure.suptitle(
-            f"{about['title']}: medians, shaded from the first quartile to the third\n{about['machine']}",
-            x=0.01,
-            ha="left",
-            fontsize=10,
-        )
-        figure.savefig(path, dpi=150)
 
 
 def _style(name: str) -> dict[str, Any]:
-    recipe = name.removeprefix(TORCHAO).removesuffix(CACHED).removesuffix(KEEP)
-    if name.startswith(TORCHAO):
-        line, marker = "--", "s"
-    else:
-        line, marker = (":", "v") if name.endswith(CACHED) or name == GEMMS else ("-", "o")
-    look = {"linestyle": line, "marker": marker, "markersize": 4, "linewidth": 1.4}
-    return {**look, "color": COLOURS.get(recipe, "#E69F00")}
+    """Torchao's dashed; dotted what is no whole layer's work."""
+    line = "--" if name.startswith(TORCHAO) else ":" if name.endswith(CACHED) or name == GEMMS else "-"
+    look = {"linestyle": line, "marker": "v" if name == GEMMS else marker(name), "markersize": 4, "linewidth": 1.4}
+    return {**look, "color": "#999999" if name == GEMMS else colour(name)}
 
 
 @contextlib.contextmanager
@@ -295,55 +249,15 @@ def one_thread(device: str) -> Iterator[int]:
         torch.set_num_threads(before)
 
 
-@contextlib.contextmanager
-def without_expected_warnings() -> Iterator[None]:
-    with warnings.catch_warnings():
-        for message in EXPECTED_WARNINGS:
-            warnings.filterwarnings("ignore", message)
-        yield
-
-
-class Live:
-    """A bar for each size on a terminal, a line elsewhere."""
-
-    def __init__(self, console: Console, rounds: int) -> None:
-        self.console, self.rounds, self.size = console, rounds, 0
-        columns = TextColumn("{task.description:>5}"), BarColumn(bar_width=24), MofNCompleteColumn()
-        self.bars = Progress(
-            *columns,
-            TextColumn("{task.fields[status]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-
-    def __enter__(self) -> Live:
-        self.bars.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bars.stop()
-
-    def begin(self, size: int) -> None:
-        self.size, self.task = size, self.bars.add_task(str(size), total=self.rounds, status="")
-
-    def prepare(self, what: str) -> None:
-        self.bars.update(self.task, status=f"preparing {what}")
-
-    def round(self, done: int) -> None:
-        self.bars.update(self.task, completed=done, status="rounds")
-
-    def end(self, samples: Samples) -> None:
-        """With what has come out, in a line."""
-        mode = next(iter(samples))[0]
-        words = [
-            f"{name} {_median(samples, m, part, name)}"
-            for m, part, name in samples
-            if (m, part) == (mode, STEP) and name != GEMMS
-        ]
-        self.bars.update(self.task, status="done")
-        self.console.print(f"{self.size}: {mode}, {STEP}, us: {', '.join(words)}", highlight=False)
+def _words(size: int, samples: Samples) -> str:
+    """What has come out for one size, in a line."""
+    mode = next(iter(samples))[0]
+    words = [
+        f"{name} {_median(samples, m, part, name)}"
+        for m, part, name in samples
+        if (m, part) == (mode, STEP) and name != GEMMS
+    ]
+    return f"{size}: {mode}, {STEP}, us: {', '.join(words)}"
 
 
 def _size(text: str) -> int:
@@ -353,45 +267,25 @@ def _size(text: str) -> int:
     return size
 
 
-def _count(text: str) -> int:
-    if (count := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{count} is less than 1")
-    return count
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a line as each size is done, and the tables at the end."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{NAME}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(NAME, __doc__, CONTENDERS, ROUNDS)
     parser.add_argument("--sizes", type=_size, nargs="+", metavar="SIZE", default=SIZES, help="default: 64 to 1024")
-    parser.add_argument("--rounds", type=_count, default=ROUNDS, help="default: %(default)s")
-    parser.add_argument("--contenders", nargs="+", metavar="NAME", default=CONTENDERS, help=", ".join(CONTENDERS))
     parser.add_argument("--no-compile", action="store_true", help="only eagerly")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", default=RESULTS, help="default: benchmarks/results")
     given = parser.parse_args(arguments)
-    names = list(dict.fromkeys(given.contenders))
-    try:
-        for name in names:
-            check(name)
-            with quiet():
-                variant(lambda: None, name)  # says where torchao is asked for and missing
-    except (ValueError, ModuleNotFoundError) as error:
-        parser.error(str(error))
-    command = " ".join(["python -m", f"benchmarks.{NAME}", *(sys.argv[1:] if arguments is None else arguments)])
+    names = known(parser, given.contenders)
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = list(dict.fromkeys(given.sizes))
     results: dict[int, Samples] = {}
-    console = Console()
     with one_thread(device) as threads, without_expected_warnings():
         title = f"A square bfloat16 layer without bias, {TOKENS} tokens"
-        about = {"title": title, **circumstances(command), "device": device, "threads": threads}
+        about = {"title": title, **circumstances(command_line(NAME, arguments)), "device": device, "threads": threads}
         about |= {"tokens": TOKENS, "rounds": given.rounds, "unit": "us a call"}
         try:
-            with Live(console, given.rounds) as live:
+            with Live(Console()) as live:
                 for size in sizes:
-                    live.begin(size)
+                    live.begin(size, given.rounds)
                     contenders = cases(size, names, device, not given.no_compile, live.prepare)
                     by_key = {" / ".join(case): call for case, call in contenders.items()}
                     times = interleaved(
@@ -399,7 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     )
                     results[size] = dict(zip(contenders, times.values(), strict=True))
                     leave(given.out, results, about)
-                    live.end(results[size])
+                    live.end(_words(size, results[size]))
                     if not given.no_compile:
                         del contenders, by_key
                         torch.compiler.reset()

@@ -19,7 +19,6 @@ exchanged, and no time is taken. Allocations are those of torch's profiler (allo
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import statistics
@@ -38,9 +37,11 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.allocations import of_microbatch, of_microbatch_on_a_gpu
+from benchmarks.command import add_backend, command_line, count, parser_of
 from benchmarks.deit import SHAPES, Deit, Shape
 from benchmarks.interleaved import interleaved
-from benchmarks.record import RESULTS, circumstances, markdown, write, write_json
+from benchmarks.look import bars, picture
+from benchmarks.record import circumstances, made_by, markdown, write, write_json
 from float8_compile.convert import convert_to_float8_training
 from float8_compile.recipe import Recipe
 from float8_compile.variants import AS_BUILT, KEEP, TORCHAO, quiet
@@ -164,48 +165,29 @@ def figures(row: Row) -> dict[str, str]:
 def leave(folder: Path, rows: dict[str, Row], about: dict[str, Any]) -> None:
     """The three files, of what there is so far."""
     write_json(folder / f"{NAME}.json", {**about, "contenders": {name: asdict(row) for name, row in rows.items()}})
-    versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
-    words = f"Made by `{about['command']}` with {versions}, on {about['machine']}. {about['method']}"
     table = markdown([{"MB a rank": name} | figures(row) for name, row in rows.items()])
-    write(folder / f"{NAME}.md", f"{words}\n\n{table}")
+    write(folder / f"{NAME}.md", f"{made_by(about)} {about['method']}\n\n{table}")
     draw(folder / f"{NAME}.png", rows, about["method"])
 
 
 def draw(path: Path, rows: dict[str, Row], title: str) -> None:
     """Writes a PNG: for each contender what is alive after forward, and the peak."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context({"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}):
-        figure = Figure(figsize=(9, 1.4 + 0.42 * len(rows)), layout="constrained")
+    megabytes = zip(*((row.forward / 1e6, row.peak / 1e6) for row in rows.values()), strict=True)
+    with picture(path, 9, 1.4 + 0.42 * len(rows), title) as figure:
         axes = figure.subplots()
-        for (key, colour), offset in zip(BARS.items(), (-0.19, 0.19), strict=True):
-            widths = [(row.forward if key == "after forward" else row.peak) / 1e6 for row in rows.values()]
-            places = [place + offset for place in range(len(rows))]
-            axes.barh(places, widths, height=0.36, color=colour, label=key)
-            for width, place in zip(widths, places, strict=True):
-                axes.text(width, place, f" {width:,.0f}", va="center", fontsize=8)
-        axes.set_yticks(range(len(rows)), list(rows))
-        axes.invert_yaxis()
+        bars(axes, list(rows), {key: (hue, of) for (key, hue), of in zip(BARS.items(), megabytes, strict=True)})
         axes.set_xlabel("MB a rank, beyond parameters")
         figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
-        figure.suptitle(title, x=0.01, ha="left", fontsize=8, wrap=True)
-        figure.savefig(path, dpi=130)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a line as each contender is done, and the table at the end."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{NAME}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--contenders", nargs="+", metavar="NAME", default=CONTENDERS, help=", ".join(CONTENDERS))
+    parser = parser_of(NAME, __doc__, CONTENDERS, rounds=20)
     parser.add_argument("--model", choices=SHAPES, default="deit-570m", help="default: %(default)s")
-    parser.add_argument("--blocks", type=int, default=4, help="default: %(default)s")
-    parser.add_argument("--batch", type=int, default=1, help="images a rank (default: %(default)s)")
-    parser.add_argument("--ranks", type=int, default=8, help="of the fake process group (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=20, help="of timing, on GPUs (default: %(default)s)")
-    parser.add_argument("--backend", default="inductor", help="of torch.compile (default: %(default)s)")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", default=RESULTS, help="default: benchmarks/results")
+    parser.add_argument("--blocks", type=count, default=4, help="default: %(default)s")
+    parser.add_argument("--batch", type=count, default=1, help="images a rank (default: %(default)s)")
+    parser.add_argument("--ranks", type=count, default=8, help="of the fake process group (default: %(default)s)")
+    add_backend(parser)
     given = parser.parse_args(arguments)
     try:
         for name in given.contenders:
@@ -214,9 +196,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     device = start(given.ranks)
     ranks, shape = torch.distributed.get_world_size(), replace(SHAPES[given.model], blocks=given.blocks)
-    command = " ".join(["python -m", f"benchmarks.{NAME}", *(sys.argv[1:] if arguments is None else arguments)])
     how = "Measured" if device == "cuda" else "Counted, with a fake process group"
-    about = circumstances(command) | {
+    about = circumstances(command_line(NAME, arguments)) | {
         "method": f"{how}: one of {ranks} ranks, {shape.blocks} blocks of width {shape.width}, "
         f"{given.batch} x {shape.tokens} tokens, bfloat16, blocks compiled by {given.backend}."
     }

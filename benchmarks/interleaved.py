@@ -33,6 +33,7 @@ def interleaved(
     clock: Callable[[], float] = time.perf_counter,
     at_least: float = 1e-3,
     after_round: Callable[[int], object] = lambda done: None,
+    samples: dict[str, list[float]] | None = None,
 ) -> dict[str, list[float]]:
     """A sample of each contender in each round, in an order that changes from round to round: a neighbour that leaves
     the caches full does so to everyone.
@@ -43,22 +44,34 @@ def interleaved(
     at_least: seconds. What takes less is called several times for a sample. Before it comes a call that doesn't count,
         which would show in what state the others left the caches.
     after_round: called with the number of rounds done, to show progress; what it takes is not measured.
+    samples: what is filled and returned, for a caller that wants those of each round while it goes on.
     """
-    seconds = _gpu_seconds if torch.device(device).type == "cuda" else functools.partial(_cpu_seconds, clock)
-    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    measure = _gpu_seconds if torch.device(device).type == "cuda" else functools.partial(_cpu_seconds, clock)
+    samples = {} if samples is None else samples
+    samples.update((name, []) for name in contenders)
     order, shuffled = list(contenders), random.Random(0)
     with _without_garbage_collection():
-        once = {name: _seconds_once(contender, seconds) for name, contender in contenders.items()}
+        once = {name: _seconds_once(contender, measure) for name, contender in contenders.items()}
         for done in range(1, rounds + 1):
             shuffled.shuffle(order)
             for name in order:
                 if once[name] < CACHES_MATTER:
                     contenders[name]()
                 calls = max(1, min(MOST_CALLS, math.ceil(at_least / max(once[name], 1e-9))))
-                samples[name].append(seconds(contenders[name], calls))
+                samples[name].append(measure(contenders[name], calls))
             gc.collect()
             after_round(done)
     return samples
+
+
+def seconds(call: Contender, device: str) -> float:
+    """Of one call, on the host's clock, with all that it has queued: for what can't be repeated, or is long."""
+    synchronize: Callable[[], object] = torch.cuda.synchronize if device == "cuda" else lambda: None
+    synchronize()
+    start = time.perf_counter()
+    call()
+    synchronize()
+    return time.perf_counter() - start
 
 
 def quantiles(samples: Sequence[float]) -> dict[str, float]:

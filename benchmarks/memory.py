@@ -27,7 +27,6 @@ done survives Ctrl-C.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import gc
 import random
@@ -47,12 +46,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.allocations import of_microbatch, of_microbatch_on_a_gpu
+from benchmarks.command import add_backend, command_line, count, known, parser_of
+from benchmarks.contenders import compiled
 from benchmarks.deit import SHAPES, Deit, Shape
-from benchmarks.record import RESULTS, circumstances, markdown, write, write_json
+from benchmarks.interleaved import seconds
+from benchmarks.look import bars, picture
+from benchmarks.record import circumstances, made_by, markdown, write, write_json
 from float8_compile import FlatGradients
 from float8_compile.linear import Float8Linear
-from float8_compile.torch_internals import with_own_code
-from float8_compile.variants import AS_BUILT, CACHED, KEEP, TORCHAO, check, quiet, variant
+from float8_compile.variants import AS_BUILT, CACHED, KEEP, TORCHAO, quiet, variant
 
 NAME = "memory"
 FLAT = "+flat"
@@ -153,28 +155,12 @@ class Training:
 
 
 def one_for_all(backend: str) -> RunBlock:
-    """How a model calls its blocks: one compiled function. Its code is its own, since Dynamo counts compilations by
-    code, and of contenders that share it the ninth would be an error."""
-    compile: Any = torch.compile
-
-    def run(block: nn.Module, x: Tensor) -> Tensor:
-        return block(x)
-
-    return compile(with_own_code(run), fullgraph=True, dynamic=False, backend=backend)
+    """How a model calls its blocks: one compiled function."""
+    return compiled(lambda block, x: block(x), backend)
 
 
 def _nbytes(*tensors: Tensor | None) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
-
-
-def seconds(step: Callable[[], object], device: str) -> float:
-    """Of one call, with all that it has queued."""
-    synchronize: Callable[[], object] = torch.cuda.synchronize if device == "cuda" else lambda: None
-    synchronize()
-    start = time.perf_counter()
-    step()
-    synchronize()
-    return time.perf_counter() - start
 
 
 def counted(shape: Shape, name: str, batch: int, device: str, backend: str) -> dict[str, int]:
@@ -245,13 +231,11 @@ def leave(folder: Path, results: Sequence[Result], about: Mapping[str, Any]) -> 
         return
     models = {r.model: dataclasses.asdict(SHAPES[r.model]) | _document(r) for r in results}
     write_json(folder / f"{NAME}.json", {**about, "unit": "bytes, tokens/s", "models": models})
-    versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
     tables = [
         f"{heading(result)}\n\n" + markdown([{"MB": name} | figures(row) for name, row in result.rows.items()])
         for result in results
     ]
-    words = f"Made by `{about['command']}` with {versions}, on {about['machine']}. {about['method']}"
-    write(folder / f"{NAME}.md", "\n".join([f"{words}\n", *tables]))
+    write(folder / f"{NAME}.md", "\n".join([f"{made_by(about)} {about['method']}\n", *tables]))
     draw(folder / f"{NAME}.png", results, about["machine"])
 
 
@@ -268,17 +252,17 @@ def _document(result: Result) -> dict[str, Any]:
 
 def draw(path: Path, results: Sequence[Result], machine: str) -> None:
     """Writes a PNG, a row of two pictures for each model: what is its own, and what comes on top."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context({"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}):
-        heights = [1.2 + 0.36 * len(result.rows) for result in results]
-        figure = Figure(figsize=(12, 1.0 + sum(heights)), layout="constrained")
+    heights = [1.2 + 0.36 * len(result.rows) for result in results]
+    with picture(path, 12, 1.0 + sum(heights), f"Training memory by variant, on {machine}") as figure:
         grid = figure.subplots(len(results), 2, squeeze=False, sharey="row", height_ratios=heights)
         for (own, beyond), result in zip(grid, results, strict=True):
+            names = [name if row.how == MEASURED else f"{name} (counted)" for name, row in result.rows.items()]
             _bars_in_a_row(own, result.rows)
-            _bars_in_groups(beyond, result.rows)
-            own.invert_yaxis()
+            groups = {
+                key: (COLOURS[key], [row.nbytes[key] / 1e6 for row in result.rows.values()])
+                for key in ("after forward", "peak")
+            }
+            bars(beyond, names, groups)
             own.set_title(heading(result), loc="left", fontsize=10)
             own.set_xlabel("MB, the model's own, between microbatches")
             beyond.set_xlabel("MB beyond that, in a microbatch")
@@ -287,32 +271,17 @@ def draw(path: Path, results: Sequence[Result], machine: str) -> None:
             for first, second in zip(*(axes.get_legend_handles_labels() for axes in grid[0]), strict=True)
         )
         figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
-        figure.suptitle(f"Training memory by variant, on {machine}", x=0.01, ha="left", fontsize=10)
-        figure.savefig(path, dpi=130)
 
 
 def _bars_in_a_row(axes: Any, rows: Mapping[str, Row]) -> None:
-    names = [name if row.how == MEASURED else f"{name} (counted)" for name, row in rows.items()]
     left = [0.0] * len(rows)
     for key in OWN:
         widths = [row.nbytes[key] / 1e6 for row in rows.values()]
-        axes.barh(names, widths, left=left, height=0.7, color=COLOURS[key], label=key)
+        axes.barh(range(len(rows)), widths, left=left, height=0.7, color=COLOURS[key], label=key)
         left = [before + width for before, width in zip(left, widths, strict=True)]
-    _label(axes, left, range(len(rows)))
-
-
-def _bars_in_groups(axes: Any, rows: Mapping[str, Row]) -> None:
-    for key, offset in (("after forward", -0.19), ("peak", 0.19)):
-        places = [place + offset for place in range(len(rows))]
-        widths = [row.nbytes[key] / 1e6 for row in rows.values()]
-        axes.barh(places, widths, height=0.36, color=COLOURS[key], label=key)
-        _label(axes, widths, places)
-
-
-def _label(axes: Any, ends: Sequence[float], places: Sequence[float]) -> None:
-    for end, place in zip(ends, places, strict=True):
-        axes.text(end, place, f" {end:,.0f}" if max(ends) >= 10 else f" {end:.2f}", va="center", fontsize=7.5)
-    axes.set_xlim(0, max(1.1 * max(ends), axes.get_xlim()[1]))
+    for place, end in enumerate(left):
+        axes.text(end, place, f" {end:,.0f}" if max(left) >= 10 else f" {end:.2f}", va="center", fontsize=7.5)
+    axes.set_xlim(0, 1.1 * max(left))
 
 
 def table(result: Result) -> Table:
@@ -342,41 +311,18 @@ def method(device: str, backend: str, rounds: int) -> str:
     )
 
 
-def check_contender(name: str) -> str:
-    """The name, if it is a contender's. Raises ValueError that lists them, ModuleNotFoundError without torchao."""
-    variant(lambda: None, check(name.removesuffix(FLAT)))
-    return name
-
-
-def _count(text: str) -> int:
-    if (count := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{count} is less than 1")
-    return count
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a line as each contender and each round is done, and the tables at the end."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{NAME}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(NAME, __doc__, CONTENDERS, rounds=20 if device == "cuda" else 3)
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=MODELS, help="default: all but tiny, a trial")
-    parser.add_argument("--contenders", nargs="+", metavar="NAME", default=CONTENDERS, help=", ".join(CONTENDERS))
-    parser.add_argument("--batch", type=_count, help="images (default: 64 on a GPU, 1 on a CPU)")
-    parser.add_argument("--rounds", type=_count, default=20 if device == "cuda" else 3, help="default: %(default)s")
-    parser.add_argument("--backend", default="inductor", help="of torch.compile (default: %(default)s)")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", default=RESULTS, help="default: benchmarks/results")
+    parser.add_argument("--batch", type=count, help="images (default: 64 on a GPU, 1 on a CPU)")
+    add_backend(parser)
     given = parser.parse_args(arguments)
-    names = list(dict.fromkeys(given.contenders))
-    try:
-        with quiet():
-            for name in names:
-                check_contender(name)
-    except (ValueError, ModuleNotFoundError) as error:
-        parser.error(str(error))
-    command = " ".join(["python -m", f"benchmarks.{NAME}", *(sys.argv[1:] if arguments is None else arguments)])
+    names = known(parser, given.contenders, flag=FLAT)
 
-    about = circumstances(command) | {"device": device, "method": method(device, given.backend, given.rounds)}
+    about = circumstances(command_line(NAME, arguments))
+    about |= {"device": device, "method": method(device, given.backend, given.rounds)}
     batch, console, results = given.batch or (64 if device == "cuda" else 1), Console(), list[Result]()
     stopped = False
 

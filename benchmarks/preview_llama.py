@@ -23,6 +23,7 @@ from typing import Any
 from torch import nn
 
 from benchmarks import llama
+from benchmarks.command import command_line
 from benchmarks.record import RESULTS, circumstances, markdown, write, write_json
 from float8_compile import Recipe
 from float8_compile.preview.result import Preview
@@ -119,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--recipes", nargs="+", metavar="RECIPE", default=RECIPES, help=", ".join(RECIPES))
     parser.add_argument("--out", type=Path, metavar="FOLDER", default=RESULTS, help="default: benchmarks/results")
     given = parser.parse_args(arguments)
-    command = " ".join(["python -m", f"benchmarks.{NAME}", *(sys.argv[1:] if arguments is None else arguments)])
+    command = command_line(NAME, arguments)
     try:
         with quiet():
             builds = [(recipe, build(recipe)) for recipe in given.recipes]

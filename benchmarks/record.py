@@ -35,6 +35,12 @@ def machine() -> str:
     return f"{platform.machine()} ({processor()}), {os.cpu_count()} cores, {gpu}, {platform.system()}"
 
 
+def made_by(about: Mapping[str, Any]) -> str:
+    """Circumstances in a sentence, for the head of a table."""
+    versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
+    return f"Made by `{about['command']}` with {versions}, on {about['machine']}."
+
+
 def write(path: Path, text: str) -> None:
     """All of it or nothing: an interrupted run leaves the file as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)

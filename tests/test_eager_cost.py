@@ -283,13 +283,13 @@ def test_compiled_layers_stand_beside_eager_ones(tmp_path: Path, monkeypatch: py
 
     def compile(function: Callable[..., Any], **options: Any) -> Any:
         compiled.append(options)
-        return torch_compile(function, backend="aot_eager", **options)
+        return torch_compile(function, **options | {"backend": "aot_eager"})
 
     torch_compile: Any = torch.compile
     monkeypatch.setattr(torch, "compile", compile)
     code, document = run(tmp_path, "--sizes", "64", "32", "--contenders", "bf16", "delayed", "delayed")
     assert code == 0
-    assert compiled == 4 * [{"fullgraph": True, "dynamic": False}]
+    assert compiled == 4 * [{"fullgraph": True, "dynamic": False, "backend": "inductor"}]
     assert list(document["sizes"]) == ["64", "32"]
     for measured in document["sizes"].values():
         assert list(measured) == ["eager", "compiled"]
