@@ -29,6 +29,7 @@ import argparse
 import contextlib
 import random
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -186,4 +187,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit ends as Ctrl-C does, with all processes
     sys.exit(main())
