@@ -1,6 +1,6 @@
 """Forward and backward of a transformer block in each variant, with and without activation checkpointing.
 
-    python -m benchmarks.block                                                    # two idle cores 6 minutes
+    python -m benchmarks.block                                                    # two idle cores about 6 minutes
     python -m benchmarks.block --models deit-narrow --contenders bf16 delayed --compile-rounds 0 --out /tmp/some
     python -m benchmarks.block --models llama-3-8b --contenders bf16 torchao:tensorwise tensorwise delayed   # on a GPU
 
@@ -29,6 +29,7 @@ import argparse
 import contextlib
 import random
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -186,4 +187,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit ends as Ctrl-C does, with all processes
     sys.exit(main())
