@@ -24,6 +24,7 @@ from byte_lm.parallel import ALONE, Team, clip_gradients, split_like, whole
 from byte_lm.progress import Progress
 from byte_lm.saved_bytes import count_saved_bytes
 from byte_lm.settings import BASELINE, Settings
+from float8_compile.variants import TORCHAO, variant
 
 
 def device() -> torch.device:
@@ -39,11 +40,16 @@ def recipe_named(name: str) -> f8.Recipe:
 
 
 def build_model(settings: Settings, recipe: str, team: Team) -> tuple[ByteLM, nn.Module]:
-    """The model, and what is called to run it. The same seed gives the same weights, whatever ran before."""
+    """The model, and what is called to run it. The same seed gives the same weights, whatever ran before.
+
+    recipe: bf16, one of ours, or torchao's, which `scripts/train` doesn't offer, but benchmarks/train_curves.py does.
+    """
     torch.manual_seed(settings.seed)
     shape = settings.shape
     model = ByteLM(shape.width, shape.layers, shape.heads, shape.context).to(device())
-    if recipe != BASELINE:
+    if recipe.startswith(TORCHAO):
+        variant(lambda: (model, ()), recipe)()
+    elif recipe != BASELINE:
         gathered = dataclasses.replace(recipe_named(recipe), fsdp_float8_all_gather=settings.float8_all_gather)
         f8.convert_to_float8_training(model, config=gathered)
     called = team.share(model)
