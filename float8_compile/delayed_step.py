@@ -12,6 +12,7 @@ same by hand; where nothing ran since, nothing happens.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import warnings
 import weakref
@@ -84,9 +85,13 @@ def advance(chosen: Callable[[nn.Linear], bool], skipped: Tensor | None = None) 
 
     Collective: each rank of a recipe's group must call it, for layers with the same settings in the same order.
     """
-    every = [(scales, _held(scales)) for scales in list(_alive.values()) if not scales.amax.is_meta]
-    moving = [_Moving(scales, held, set(filter(chosen, held))) for scales, held in every]
-    moving = [part for part in moving if part.layers]
+    moving = _moving(chosen)
+    if any(_is_unknown(*together) for together in _by_group(moving)):
+        # A model that was dropped is alive until its cycles are collected, which ranks do at other times, and a frozen
+        # layer of it would move along on some ranks only.
+        del moving
+        gc.collect()
+        moving = _moving(chosen)
     for part, amax in zip(moving, _reduced(moving), strict=True):
         _move(part, amax, skipped)
 
@@ -137,6 +142,12 @@ class _Moving:
         return self.scales.mask({entry.position for entry in self.entries()})
 
 
+def _moving(chosen: Callable[[nn.Linear], bool]) -> list[_Moving]:
+    every = [(scales, _held(scales)) for scales in list(_alive.values()) if not scales.amax.is_meta]
+    moving = [_Moving(scales, held, set(filter(chosen, held))) for scales, held in every]
+    return [part for part in moving if part.layers]
+
+
 def _amaxes(moving: _Moving) -> Tensor:
     """This step's amaxes, (3 · layers,): the running ones, and the weights' own."""
     scales = moving.scales
@@ -156,44 +167,62 @@ def _local(weight: Tensor) -> Tensor:
     return to_local() if to_local is not None else weight
 
 
+def _by_group(moving: Sequence[_Moving]) -> list[tuple[Any, list[_Moving]]]:
+    """What is reduced in one call: all that share a group of several ranks and a device."""
+    together: dict[Any, tuple[Any, list[_Moving]]] = {}
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        for part in moving:
+            group = part.scales.delayed.group
+            if torch.distributed.get_world_size(group) > 1:
+                together.setdefault((group, part.scales.amax.device), (group, []))[1].append(part)
+    return list(together.values())
+
+
 def _reduced(moving: Sequence[_Moving]) -> list[Tensor]:
-    """The amaxes of each, the largest of all ranks; in one call for all that share a group and a device."""
-    amaxes = [_amaxes(part) for part in moving]
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return amaxes
-    together: dict[Any, list[int]] = {}
-    for number, part in enumerate(moving):
-        together.setdefault((part.scales.delayed.group, part.scales.amax.device), []).append(number)
-    for (group, _), numbers in together.items():
-        if torch.distributed.get_world_size(group) > 1:
-            vector = torch.cat([amaxes[number] for number in numbers])
-            _check_alike(group, vector, [layer for number in numbers for layer in moving[number].held])
-            parts = largest_of_all(vector, group).split([len(amaxes[number]) for number in numbers])
-            for number, reduced in zip(numbers, parts, strict=True):
-                amaxes[number] = reduced
-    return amaxes
+    """The amaxes of each, the largest of all ranks."""
+    amaxes = {id(part): _amaxes(part) for part in moving}
+    for group, parts in _by_group(moving):
+        vector = torch.cat([amaxes[id(part)] for part in parts])
+        if _is_unknown(group, parts):
+            _check_alike(group, vector.device, parts)
+        reduced = largest_of_all(vector, group).split([len(amaxes[id(part)]) for part in parts])
+        amaxes |= {id(part): of_all for part, of_all in zip(parts, reduced, strict=True)}
+    return [amaxes[id(part)] for part in moving]
 
 
-def _check_alike(group: Any, vector: Tensor, layers: Sequence[nn.Linear]) -> None:
-    """Once for each set of layers: raise RuntimeError on every rank where ranks have others, before amaxes are mixed.
+def _names(parts: Sequence[_Moving]) -> tuple[tuple[str, int, int], ...]:
+    """Of the layers whose entries are in the reduced vector, three for each."""
+    layers = (layer for part in parts for layer in part.held)
+    return tuple((getattr(layer, "fqn", ""), layer.in_features, layer.out_features) for layer in layers)
 
-    Collective, and the host reads the answer. Other lengths would hang or fail in the reduction itself.
+
+def _known(group: Any) -> set[Any]:
+    return _alike.setdefault(group or torch.distributed.group.WORLD, set())
+
+
+def _is_unknown(group: Any, parts: Sequence[_Moving]) -> bool:
+    """Whether the ranks have not compared these layers yet."""
+    return (sum(len(part.scales.amax) for part in parts), _names(parts)) not in _known(group)
+
+
+def _check_alike(group: Any, device: torch.device, parts: Sequence[_Moving]) -> None:
+    """Raise RuntimeError on every rank where ranks have other layers, before amaxes are mixed.
+
+    Collective, and the host reads the answer: once for each set of layers. Other lengths would hang or fail in the
+    reduction itself.
     """
-    names = tuple((getattr(layer, "fqn", ""), layer.in_features, layer.out_features) for layer in layers)
-    known = _alike.setdefault(group or torch.distributed.group.WORLD, set())
-    if (len(vector), names) in known:
-        return
-    described = [len(vector), zlib.crc32(repr(names).encode())]
-    answer = torch.tensor([n * sign for n in described for sign in (1, -1)], device=vector.device)
+    length, names = sum(len(part.scales.amax) for part in parts), _names(parts)
+    described = [length, zlib.crc32(repr(names).encode())]
+    answer = torch.tensor([n * sign for n in described for sign in (1, -1)], device=device)
     torch.distributed.all_reduce(answer, torch.distributed.ReduceOp.MAX, group=group)
-    length, minus_length, name, minus_name = answer.tolist()
-    if (length, name) != (-minus_length, -minus_name):
+    longest, minus_shortest, name, minus_name = answer.tolist()
+    if (longest, name) != (-minus_shortest, -minus_name):
         raise RuntimeError(
-            f"the ranks that share amaxes have different layers with delayed scales: this one {len(layers)}, from "
+            f"the ranks that share amaxes have different layers with delayed scales: this one {len(names)}, from "
             f"{names[0][0]!r} to {names[-1][0]!r}. Ranks whose layers differ (pipeline stages) need a group each: "
             "dataclasses.replace(recipe, delayed=DelayedScaling(group=...)) with the ranks that have the same layers"
         )
-    known.add((len(vector), names))
+    _known(group).add((length, names))
 
 
 def _move(moving: _Moving, amax: Tensor, skipped: Tensor | None) -> None:

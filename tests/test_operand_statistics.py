@@ -107,7 +107,8 @@ def test_shares_and_decibels_are_numpys(x: Tensor, how: torch.dtype, row: bool, 
     payload = saturating_cast(x, scale, how)
     found = figures("input", recipe, (x, Operand(payload, scale)))
     expected = by_hand(x, payload, scale, LARGEST[how])
-    assert comparable(found, *expected) == pytest.approx(expected, rel=1e-9, nan_ok=True)
+    # 1e-6 dB and more: of a noise of 1e-17 of the numbers float64 itself keeps less.
+    assert comparable(found, *expected) == pytest.approx(expected, rel=1e-6, nan_ok=True)
     assert (found.calls, found.numbers, found.nonfinite) == (1, x.numel(), 0)
     assert found.scale == (scale.min().item(), scale.max().item())
 
@@ -125,7 +126,7 @@ def test_a_cast_by_rows_is_measured_beside_the_one_in_use(x: Tensor, operand: st
             assert by_row.scale is not None
             expected = by_hand(x, by_row.payload, by_row.scale, LARGEST[E4M3])
             wanted = {name: expected[name] for name in ("sqnr", "flushed")}
-            assert comparable(found.rowwise[gemm], *wanted) == pytest.approx(wanted, rel=1e-9, nan_ok=True)
+            assert comparable(found.rowwise[gemm], *wanted) == pytest.approx(wanted, rel=1e-6, nan_ok=True)
 
 
 @settings(max_examples=60, deadline=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -113,6 +114,32 @@ def count_checks(steps: int) -> list[int]:
 
 def test_ranks_compare_their_layers_once(two: Ranks) -> None:
     assert two(count_checks, 5) == [[1, 5]] * RANKS
+
+
+def train_after_dropping(collects_on: int) -> dict[str, Any]:
+    """A model with a frozen layer, which moves along with any optimizer, is dropped while it holds itself; on one rank
+    that garbage is collected, on the other not."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        dropped = mlp(K, 48, K)
+        dropped[0].requires_grad_(False)
+        dropped.itself = [dropped]
+        del dropped
+        if rank() == collects_on:
+            gc.collect()
+        model = mlp(K, 56, K)
+        step(nn.Sequential(model))
+        return state_of(model)
+    finally:
+        if collects:
+            gc.enable()
+
+
+@pytest.mark.parametrize("collects_on", range(RANKS))
+def test_ranks_agree_whatever_their_garbage_collectors_did(two: Ranks, collects_on: int) -> None:
+    first, second = two(train_after_dropping, collects_on)
+    assert_same_bits(first, second)
 
 
 # Gradient accumulation under DDP
