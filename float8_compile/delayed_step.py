@@ -86,13 +86,17 @@ def advance(chosen: Callable[[nn.Linear], bool], skipped: Tensor | None = None) 
     Collective: each rank of a recipe's group must call it, for layers with the same settings in the same order.
     """
     moving = _moving(chosen)
-    if any(_is_unknown(*together) for together in _by_group(moving)):
+    together = _by_group(moving)
+    if any(_layers(parts) not in _known(group) for group, parts in together):
         # A model that was dropped is alive until its cycles are collected, which ranks do at other times, and a frozen
         # layer of it would move along on some ranks only.
-        del moving
+        del moving, together
         gc.collect()
         moving = _moving(chosen)
-    for part, amax in zip(moving, _reduced(moving), strict=True):
+        together = _by_group(moving)
+        for group, parts in together:
+            _check_alike(group, parts)
+    for part, amax in zip(moving, _reduced(moving, together), strict=True):
         _move(part, amax, skipped)
 
 
@@ -178,42 +182,38 @@ def _by_group(moving: Sequence[_Moving]) -> list[tuple[Any, list[_Moving]]]:
     return list(together.values())
 
 
-def _reduced(moving: Sequence[_Moving]) -> list[Tensor]:
-    """The amaxes of each, the largest of all ranks."""
+def _reduced(moving: Sequence[_Moving], together: Sequence[tuple[Any, list[_Moving]]]) -> list[Tensor]:
+    """The amaxes of each, the largest of all ranks; together: as `_by_group` gives it."""
     amaxes = {id(part): _amaxes(part) for part in moving}
-    for group, parts in _by_group(moving):
+    for group, parts in together:
         vector = torch.cat([amaxes[id(part)] for part in parts])
-        if _is_unknown(group, parts):
-            _check_alike(group, vector.device, parts)
         reduced = largest_of_all(vector, group).split([len(amaxes[id(part)]) for part in parts])
         amaxes |= {id(part): of_all for part, of_all in zip(parts, reduced, strict=True)}
     return [amaxes[id(part)] for part in moving]
 
 
-def _names(parts: Sequence[_Moving]) -> tuple[tuple[str, int, int], ...]:
-    """Of the layers whose entries are in the reduced vector, three for each."""
+def _layers(parts: Sequence[_Moving]) -> tuple[int, tuple[tuple[str, int, int], ...]]:
+    """How many amaxes are reduced, and the names and sizes of the layers that they are of."""
     layers = (layer for part in parts for layer in part.held)
-    return tuple((getattr(layer, "fqn", ""), layer.in_features, layer.out_features) for layer in layers)
+    names = tuple((getattr(layer, "fqn", ""), layer.in_features, layer.out_features) for layer in layers)
+    return sum(len(part.scales.amax) for part in parts), names
 
 
 def _known(group: Any) -> set[Any]:
     return _alike.setdefault(group or torch.distributed.group.WORLD, set())
 
 
-def _is_unknown(group: Any, parts: Sequence[_Moving]) -> bool:
-    """Whether the ranks have not compared these layers yet."""
-    return (sum(len(part.scales.amax) for part in parts), _names(parts)) not in _known(group)
-
-
-def _check_alike(group: Any, device: torch.device, parts: Sequence[_Moving]) -> None:
+def _check_alike(group: Any, parts: Sequence[_Moving]) -> None:
     """Raise RuntimeError on every rank where ranks have other layers, before amaxes are mixed.
 
     Collective, and the host reads the answer: once for each set of layers. Other lengths would hang or fail in the
     reduction itself.
     """
-    length, names = sum(len(part.scales.amax) for part in parts), _names(parts)
+    length, names = _layers(parts)
+    if (length, names) in _known(group):
+        return
     described = [length, zlib.crc32(repr(names).encode())]
-    answer = torch.tensor([n * sign for n in described for sign in (1, -1)], device=device)
+    answer = torch.tensor([n * sign for n in described for sign in (1, -1)], device=parts[0].scales.amax.device)
     torch.distributed.all_reduce(answer, torch.distributed.ReduceOp.MAX, group=group)
     longest, minus_shortest, name, minus_name = answer.tolist()
     if (longest, name) != (-minus_shortest, -minus_name):

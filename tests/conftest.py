@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -21,3 +23,16 @@ def afresh() -> Iterator[None]:
         yield
         logger.setLevel(before)
         torch._dynamo.reset()
+
+
+@pytest.fixture
+def no_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which it is not installed."""
+    real = builtins.__import__
+
+    def without(name: str, *args: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
+        return real(name, *args)
+
+    monkeypatch.setattr(builtins, "__import__", without)

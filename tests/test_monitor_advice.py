@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import math
 import re
 from collections.abc import Sequence
@@ -276,14 +275,7 @@ def test_nothing_to_draw_is_said(tmp_path: Path) -> None:
         seen.plot(tmp_path / "a.png")
 
 
-def test_without_matplotlib_a_picture_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *args: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
-        return real(name, *args)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+@pytest.mark.usefixtures("no_matplotlib")
+def test_without_matplotlib_a_picture_says_what_to_install(tmp_path: Path) -> None:
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'float8_compile\[train\]'"):
         plot([row()], tmp_path / "a.png")

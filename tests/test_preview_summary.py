@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from previews import BF16, CAST, E4M3, FP32, gemm, graph, kernel, launch, preview, reads, saved, writes
@@ -264,14 +262,7 @@ def test_pictures_are_written(tmp_path: Path) -> None:
     assert "<svg" in (tmp_path / "c.svg").read_text()
 
 
-def test_without_matplotlib_a_picture_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *args: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
-        return real(name, *args)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+@pytest.mark.usefixtures("no_matplotlib")
+def test_without_matplotlib_a_picture_says_what_to_install(tmp_path: Path) -> None:
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'float8_compile\[train\]'"):
         plot(a_step(), tmp_path / "a.png")

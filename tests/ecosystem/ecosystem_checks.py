@@ -107,6 +107,15 @@ def assert_near(losses: Sequence[float], plain: Sequence[float], within: float) 
 # Conversion
 
 
+def assert_every_linear_is_float8(model: nn.Module, names: Sequence[str], loss_of: Loss) -> None:
+    """These layers are converted and no others are there, and each runs its three GEMMs in float8."""
+    assert converted(model) == names
+    assert left_out(model) == {}
+    with Float8Gemms() as gemms:
+        loss_of(model).backward()
+    assert gemms.count == 3 * len(names)
+
+
 def converted(model: nn.Module) -> list[str]:
     """Names of the layers that run in float8."""
     return [row.fqn for row in f8.conversion_report(model) if row.recipe is not None]

@@ -11,7 +11,7 @@ import torch
 from compile_checks import compile_counted
 from ecosystem_checks import (
     REASON,
-    Float8Gemms,
+    assert_every_linear_is_float8,
     assert_is_put_back,
     assert_trains_as_plain,
     calibrated,
@@ -74,12 +74,7 @@ def test_its_loss_falls_as_the_plain_models_does(build: Build, recipe: str) -> N
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_linear_is_converted_and_multiplies_in_float8(name: str) -> None:
-    model = f8.convert_to_float8_training(MODELS[name]())
-    assert converted(model) == LINEARS[name]
-    assert left_out(model) == {}
-    with Float8Gemms() as gemms:
-        image_loss(model).backward()
-    assert gemms.count == 3 * len(LINEARS[name])
+    assert_every_linear_is_float8(f8.convert_to_float8_training(MODELS[name]()), LINEARS[name], image_loss)
 
 
 def test_a_convnext_whose_mlps_are_convolutions_has_one_linear() -> None:

@@ -14,7 +14,7 @@ from ecosystem_checks import (
     HIDDEN,
     IDS,
     REASON,
-    Float8Gemms,
+    assert_every_linear_is_float8,
     assert_is_put_back,
     assert_near,
     assert_trains_as_plain,
@@ -90,12 +90,7 @@ def test_its_loss_falls_as_the_plain_models_does(build: Build, recipe: str, dtyp
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_linear_is_converted_and_multiplies_in_float8(name: str) -> None:
-    model = f8.convert_to_float8_training(MODELS[name]())
-    assert converted(model) == LINEARS[name]
-    assert left_out(model) == {}
-    with Float8Gemms() as gemms:
-        language_loss(model).backward()
-    assert gemms.count == 3 * len(LINEARS[name])
+    assert_every_linear_is_float8(f8.convert_to_float8_training(MODELS[name]()), LINEARS[name], language_loss)
 
 
 def test_mixtrals_experts_and_routers_are_no_linears_and_stay_as_they_are() -> None:
