@@ -53,6 +53,13 @@ BENCHMARKS = (
         "6 minutes on two cores",
     ),
     Benchmark(
+        "train_step",
+        "A training step",
+        "What `scripts/train`'s user waits for: whole steps of its language model, with the optimizer, and forward and "
+        "backward alone, in each recipe, beside bfloat16 and torchao's same recipe.",
+        "5 minutes on two cores",
+    ),
+    Benchmark(
         "preview_llama",
         "What Inductor generates for a Llama layer",
         "Kernels, bytes and a bound on the time of one Llama-3-8B layer, forward and backward, on a GPU that nobody "
