@@ -98,8 +98,9 @@ def main(name: str, layers: int, backend: str) -> None:
     with quiet(), torch.device(device):
         _, inputs = llama.build(shape=shape)
         model, _, _ = variant(lambda: (Layers(shape).bfloat16(), ()), name)()
+    with quiet():  # without torch.device(...): Dynamo would trace that through each op
         if backend != NOTHING_GENERATED:
-            torch.compile(torch.sin)(torch.ones(16))  # loads Inductor
+            torch.compile(torch.sin)(torch.ones(16, device=device))  # loads Inductor
         compiled: Any = torch.compile(model, fullgraph=True, dynamic=False, backend=inductor)
         first, second = (seconds(lambda: compiled(*inputs).sum().backward(), device) for _ in range(2))
     counts = {phase: nodes.get(phase) for phase in ("forward", "backward")}

@@ -47,7 +47,9 @@ def tensor_amax(x: Tensor, granularity: Granularity = "tensor", axis: int = -1, 
         return x.new_zeros(()) if granularity == "tensor" else x.new_zeros(_with_one(x, axis))
     if granularity == "row":
         return x.abs().amax(axis, keepdim=True)
-    return x.abs().amax(-1).amax() if produced and torch.compiler.is_compiling() else x.abs().amax()
+    if not torch.compiler.is_compiling():
+        return x.abs().max()  # the same number as `amax`, which takes up to twice the time
+    return x.abs().amax(-1).amax() if produced else x.abs().amax()
 
 
 def batched_amax(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
@@ -67,14 +69,14 @@ def scale_from_amax(amax: Tensor, dtype: torch.dtype, power_of_two: bool = False
     one. For the same reason a power of two is cut out of the bits (floor), where log2 and exp2 could round up.
     """
     eager = not torch.compiler.is_compiling()
-    # A tensor of amax's rank, so that promotion sees two equals: in a graph this is one constant for all casts
-    # and one division each, where `number / amax.double()` is a conversion, a reciprocal and a product.
-    if eager and amax.dim() == 0 and type(amax) is Tensor:  # a fake or a sharded one takes none but its own kind
-        largest = _LARGEST[dtype]
+    if eager and type(amax) is Tensor:  # a fake or a sharded one takes none but its own kind
+        quotient = _LARGEST[dtype] / (amax.double() if amax.dim() else amax)
     else:
-        largest = amax.new_full([1] * amax.dim(), torch.finfo(dtype).max, dtype=torch.float64)
+        # A tensor of amax's rank, so that promotion sees two equals: in a graph this is one constant for all casts
+        # and one division each, where `number / amax.double()` is a conversion, a reciprocal and a product.
+        quotient = amax.new_full([1] * amax.dim(), torch.finfo(dtype).max, dtype=torch.float64) / amax
     # Asked for here: under dynamic=True Dynamo takes a module's float for an input of the graph.
-    scale = at_most(largest / amax, torch.finfo(torch.float32).max).float()
+    scale = at_most(quotient, torch.finfo(torch.float32).max).float()
     if not power_of_two:
         return scale
     floor = (scale.view(torch.int32) & _FLOAT32_EXPONENT).view(torch.float32)

@@ -97,21 +97,25 @@ def _contract(
         unscale_b = unscale_b.reshape(1, -1)
     if emulate:
         return (_float32_product(a_RC, b_SC) * (unscale_a * unscale_b)).to(dtype)
-    a, b = _pad(_by_rows(a_RC), contracted), _pad(b_SC.contiguous(), contracted, columns)
+    a, b, whole_columns = _by_rows(a_RC), b_SC.contiguous(), _is_aligned(columns)
+    if not (whole_columns and _is_aligned(contracted)):
+        a, b = _pad(a, contracted), _pad(b, contracted, columns)
     a = a if in_memory else _one_buffer(a)
     by_tensor = unscale_a.dim() == 0 and unscale_b.dim() == 0
     if by_tensor:  # with a scale per row it makes Inductor write a transposed cast uncoalesced (benchmarks/LOG.md)
         b = _one_buffer(b)
     by_row = unscale_a.dim() == 2 and unscale_b.dim() == 2 and fast_accum and dtype is torch.bfloat16
     if by_tensor or by_row:
-        unscale_b = unscale_b if by_tensor else _pad_ones(unscale_b, columns)
+        if by_row and not whole_columns:
+            unscale_b = F.pad(unscale_b, (0, -columns % ALIGNMENT), value=1.0)
         result = scaled_mm(a, b.t(), unscale_a, unscale_b, out_dtype=dtype, use_fast_accum=fast_accum)
-        return _cut(result, columns)
+        return result if whole_columns else result[:, :columns]
+    product = _unscaled_product(a, b, dtype)
     # Scales first: a huge one times a product of payloads is inf, also where the other one would bring it back.
-    return (_unscaled_product(a, b, dtype, columns) * (unscale_a * unscale_b)).to(dtype)
+    return ((product if whole_columns else product[:, :columns]) * (unscale_a * unscale_b)).to(dtype)
 
 
-def _unscaled_product(a_RC: Tensor, b_SC: Tensor, dtype: torch.dtype, columns: int) -> Tensor:
+def _unscaled_product(a_RC: Tensor, b_SC: Tensor, dtype: torch.dtype) -> Tensor:
     """The product of the payloads, to be scaled in a pointwise kernel that Inductor fuses with what follows.
 
     CUDA's row-wise kernel gives only bfloat16, takes no mixture of granularities, and is slow without fast
@@ -119,7 +123,7 @@ def _unscaled_product(a_RC: Tensor, b_SC: Tensor, dtype: torch.dtype, columns: i
     """
     one = a_RC.new_ones((), dtype=torch.float32)
     raw_dtype = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32  # float16 could overflow unscaled
-    return _cut(scaled_mm(a_RC, b_SC.t(), one, one, out_dtype=raw_dtype), columns)
+    return scaled_mm(a_RC, b_SC.t(), one, one, out_dtype=raw_dtype)
 
 
 def _one_buffer(payload: Tensor) -> Tensor:
@@ -131,7 +135,7 @@ def _one_buffer(payload: Tensor) -> Tensor:
     """
     if not torch.compiler.is_compiling():
         return payload
-    return payload.as_strided(payload.shape, payload.stride())
+    return payload.as_strided(payload.shape, (payload.shape[1], 1))
 
 
 def _by_rows(payload: Tensor) -> Tensor:
@@ -168,11 +172,3 @@ def _pad(payload: Tensor, columns: int, rows: int = 0) -> Tensor:
         return payload
     zeros = (0, -columns % ALIGNMENT, 0, -rows % ALIGNMENT)
     return F.pad(payload.view(torch.uint8), zeros).view(payload.dtype)
-
-
-def _pad_ones(unscale_1S: Tensor, columns: int) -> Tensor:
-    return unscale_1S if _is_aligned(columns) else F.pad(unscale_1S, (0, -columns % ALIGNMENT), value=1.0)
-
-
-def _cut(result_RS: Tensor, columns: int) -> Tensor:
-    return result_RS if _is_aligned(columns) else result_RS[:, :columns]

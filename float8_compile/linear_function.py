@@ -64,20 +64,20 @@ class Float8LinearFunction(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x_MK, w_NK, bias, *operands, keeps_w8, kept_as_it_is, recipe, state = inputs
-        x8, w8, other_w8 = Operand(*operands[:3]), Operand(*operands[3:6]), Operand(*operands[6:])
+        x_payload, x_scale, x_unscale, w_payload, w_scale, w_unscale, other_payload, _, other_unscale = operands
         ctx.recipe, ctx.state, ctx.x_dtype, ctx.w_dtype = recipe, state, x_MK.dtype, w_NK.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        kept = w8 if keeps_w8 else other_w8
-        ctx.casts_w_again = kept.payload is None
-        x_saved = (x8.payload, x8.unscale) if recipe.casts_input_once else (x_MK, None)
+        kept, kept_unscale = (w_payload, w_unscale) if keeps_w8 else (other_payload, other_unscale)
+        ctx.casts_w_again = kept is None
+        x_saved = (x_payload, x_unscale) if recipe.casts_input_once else (x_MK, None)
         if not recipe.casts_input_once and state.exchange is not None and state.exchange.gathers_x:
-            x_saved = x8.payload, x8.scale  # x_MK are this rank's tokens only
+            x_saved = x_payload, x_scale  # x_MK are this rank's tokens only
         w_saved: tuple[Tensor | None, ...]
-        if not ctx.casts_w_again:
-            payload = kept.payload if kept_as_it_is else gemm.stored_transposed(kept.payload)
-            w_saved = payload, None, w8.unscale if kept.unscale is None else kept.unscale
+        if kept is not None:
+            payload = kept if kept_as_it_is else gemm.stored_transposed(kept)
+            w_saved = payload, None, w_unscale if kept_unscale is None else kept_unscale
         elif recipe.casts_weight_once:  # with forward's scale: a weight's amax is taken once a step
-            w_saved = w_NK, w8.scale, w8.unscale
+            w_saved = w_NK, w_scale, w_unscale
         else:
             w_saved = w_NK, None, None
         x_needs_grad, w_needs_grad = ctx.needs_input_grad[:2]

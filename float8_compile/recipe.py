@@ -10,6 +10,7 @@ recipe after its birth, so two layers can share one and a compiled graph can tak
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -162,6 +163,8 @@ class Recipe:
     fsdp_float8_all_gather: under FSDP2 (`fully_shard`, after conversion) the weight is gathered as `output` casts it:
         one byte an element. What `grad_input` casts otherwise (`rowwise`) is cast from that, which under powers of two
         rounds no second time, but for numbers that are subnormal in one of the two.
+    casts_input_once, casts_weight_once, casts_gradient_once: whether one float8 cast of it serves both of its GEMMs,
+        which follows from these.
 
     Raises TypeError for fields of other types, and ValueError where the two casts of one tensor are both delayed and
     differ (it has one scale), where `delayed` is given and no cast is, or where there is no float8 weight to gather.
@@ -174,6 +177,9 @@ class Recipe:
     name: str = "custom"
     delayed: DelayedScaling = DelayedScaling()
     fsdp_float8_all_gather: bool = False
+    casts_input_once: bool = dataclasses.field(init=False, repr=False, compare=False)
+    casts_weight_once: bool = dataclasses.field(init=False, repr=False, compare=False)
+    casts_gradient_once: bool = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _check_type(self, ("output", "grad_input", "grad_weight"), Gemm)
@@ -192,6 +198,9 @@ class Recipe:
             )
         if self.delayed != DelayedScaling() and not any(map(self.delayed_cast, self._casts())):
             raise ValueError(f"Recipe(delayed={self.delayed}): no cast of it has scaling='delayed'")
+        # Fields, since every call of a layer asks: eagerly and under Dynamo a comparison of two casts costs.
+        for role, name in (("input", "input"), ("weight", "weight"), ("grad_output", "gradient")):
+            object.__setattr__(self, f"casts_{name}_once", _one_cast(*self._casts()[role]))
 
     def _casts(self) -> dict[str, tuple[Cast, Cast]]:
         return {
@@ -223,21 +232,6 @@ class Recipe:
     def reads_gradient_in_float8(self) -> bool:
         """Whether all GEMMs that read the output's gradient do, so that it may be sent in float8."""
         return self.grad_input.is_float8 and self.grad_weight.is_float8
-
-    @property
-    def casts_input_once(self) -> bool:
-        """Whether one float8 cast of the input serves both of its GEMMs."""
-        return _one_cast(self.output.left, self.grad_weight.right)
-
-    @property
-    def casts_weight_once(self) -> bool:
-        """Whether one float8 cast of the weight serves both of its GEMMs."""
-        return _one_cast(self.output.right, self.grad_input.right)
-
-    @property
-    def casts_gradient_once(self) -> bool:
-        """Whether one float8 cast of the gradient serves both of its GEMMs."""
-        return _one_cast(self.grad_input.left, self.grad_weight.left)
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

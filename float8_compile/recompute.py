@@ -72,7 +72,7 @@ def sac_save_ops() -> frozenset[Any]:
     backward: no GEMM and no reduction. An amax is a few bytes (a row's, two a row); a GEMM's output is M·N.
     """
     aten = torch.ops.aten
-    return frozenset({aten._scaled_mm.default, aten.mm.default, aten.amax.default})
+    return frozenset({aten._scaled_mm.default, aten.mm.default, aten.amax.default, aten.max.default})
 
 
 def cast_weight(

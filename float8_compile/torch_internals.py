@@ -61,7 +61,7 @@ def scaled_mm(
     On a CPU without a float8 GEMM torch's kernel falls back on a float32 one, which autocast would turn into a
     bfloat16 one: float32 results of 8 bits, and not those of a compiled graph.
     """
-    if a.is_cpu and torch.is_autocast_enabled("cpu"):
+    if torch.is_autocast_enabled("cpu") and a.is_cpu:
         with torch.autocast("cpu", enabled=False):
             return torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
     return torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=use_fast_accum)

@@ -198,7 +198,7 @@ class Watch(TorchDispatchMode):
         self.calls[func._schema.name.removeprefix("aten::")] += 1
         if func is torch.ops.aten._to_copy.default and result.dtype is not args[0].dtype and result.dtype.itemsize == 1:
             self.casts.append(tuple(result.shape))
-        if func is torch.ops.aten.amax.default and args[0].dim() == 2:
+        if func in (torch.ops.aten.max.default, torch.ops.aten.amax.default) and args[0].dim() == 2:
             self.amaxes.append(tuple(args[0].shape))
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(tensor, Tensor):
