@@ -1,6 +1,6 @@
 """Forward and backward of a transformer block in each variant, with and without activation checkpointing.
 
-    python -m benchmarks.block                                                    # two idle cores about 6 minutes
+    python -m benchmarks.block                                                    # two idle cores about 12 minutes
     python -m benchmarks.block --models deit-narrow --contenders bf16 delayed --compile-rounds 0 --out /tmp/some
     python -m benchmarks.block --models llama-3-8b --contenders bf16 torchao:tensorwise tensorwise delayed   # on a GPU
 
@@ -161,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--compile-rounds",
         type=rounds_of_compilation,
         metavar="ROUNDS",
-        default=3 if on_a_gpu else 1,
+        default=3 if on_a_gpu else 2,
         help="of first steps; 0 leaves them out (default: %(default)s)",
     )
     add_backend(parser)

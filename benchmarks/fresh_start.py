@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks.record import ROOT
 
 NARROW = {"tokens": 64, "dim": 64, "hidden": 128, "heads": 2, "key_heads": 1}
+KEEP_FUNCTIONS = "TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD"
 NOTHING_GENERATED = "aot_eager"  # a backend that traces and counts, and runs the graphs as they are
 
 _IMPORT = """
@@ -36,13 +37,15 @@ def import_seconds(package: str) -> tuple[float, float]:
     return float(torch_seconds), float(more)
 
 
-def compile_start(name: str, layers: int, backend: str, cache: Path) -> dict[str, Any]:
+def compile_start(name: str, layers: int, backend: str, cache: Path, *, keep_functions: bool = False) -> dict[str, Any]:
     """The first step of a variant, in a new process with this folder for Inductor's cache.
+
+    keep_functions: with the setting of torch that lets AOTAutograd's cache keep what has an autograd.Function in it.
 
     {"seconds": of forward and backward, less those of a second step, "forward": nodes of the graph that Inductor gets,
     None where a cache gave all of it, "backward": ...}. Raises RuntimeError where it fails.
     """
-    environment = {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(cache)} | ({KEEP_FUNCTIONS: "1"} if keep_functions else {})
     found: dict[str, Any] = json.loads(
         _printed(["-m", "benchmarks.fresh_start", name, str(layers), backend], environment)
     )

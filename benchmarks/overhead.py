@@ -1,6 +1,6 @@
 """What float8 costs around the computing, ours and torchao's: importing, converting, calling eagerly, compiling.
 
-    python -m benchmarks.overhead                                              # on two idle cores about 6 minutes
+    python -m benchmarks.overhead                                              # on two idle cores about 12 minutes
     python -m benchmarks.overhead --parts imports conversion eager             # a minute
     python -m benchmarks.overhead --parts compile --compile rowwise torchao:rowwise --out /tmp/some
 
@@ -9,9 +9,10 @@ conversion    milliseconds to convert a model of 200 linears
 eager         microseconds of a call of a small layer, as in eager_cost.py, which says more about it
 compile       two narrow Llama layers, 14 linears, forward and backward: nodes of the graphs that Inductor gets, and
               seconds of the first step less those of the second, with an empty cache (cold) and in another process
-              that finds the cache full (warm)
+              that finds the cache full (warm), also where AOTAutograd's cache may keep an autograd.Function, for which
+              torch has a setting: TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD=1
 
-Imports and compilations are processes of their own. All but compilations are medians of interleaved rounds.
+Imports and compilations are processes of their own. All are medians of interleaved rounds.
 
 Leaves overhead.json, .md and .png in benchmarks/results/ (or in --out), written anew after each part and compilation,
 so what is done survives Ctrl-C.
@@ -36,7 +37,7 @@ from benchmarks import eager_cost
 from benchmarks.command import add_backend, command_line, count, known, parser_of, without_expected_warnings
 from benchmarks.fresh_start import compile_start, import_seconds
 from benchmarks.interleaved import interleaved, quantiles, seconds
-from benchmarks.overhead_table import COLD, COMPILE, CONVERSION, EAGER, IMPORTS, PARTS, WARM, Found, leave
+from benchmarks.overhead_table import COMPILE, CONVERSION, EAGER, IMPORTS, PARTS, STARTS, Found, leave
 from benchmarks.record import circumstances
 from float8_compile import Recipe, convert_to_float8_training
 from float8_compile.variants import AS_BUILT, TORCHAO, TORCHAO_RECIPES, quiet, variant
@@ -111,18 +112,19 @@ def eager(names: Sequence[str], rounds: int, device: str) -> Found:
 
 def compilations(names: Sequence[str], layers: int, rounds: int, backend: str, into: Found, done: Done) -> None:
     """Cold and warm, of one contender after the other; `into` is filled, and `done` called, after each."""
-    samples: dict[str, dict[str, list[float]]] = {name: {COLD: [], WARM: []} for name in names}
+    samples: dict[str, dict[str, list[float]]] = {name: {state: [] for state in STARTS} for name in names}
     for _ in range(rounds):
         for name in names:
             with tempfile.TemporaryDirectory() as cache:
                 cold, warm = (compile_start(name, layers, backend, Path(cache)) for _ in range(2))
-            for state, found in ((COLD, cold), (WARM, warm)):
+                _, warmest = (compile_start(name, layers, backend, Path(cache), keep_functions=True) for _ in range(2))
+            for state, found in zip(STARTS, (cold, warm, warmest), strict=True):
                 samples[name][state].append(found["seconds"])
             nodes = {phase: cold[phase] for phase in ("forward", "backward")}
-            into[name] = {**nodes, **{state: median(samples[name][state]) for state in (COLD, WARM)}}
+            into[name] = {**nodes, **{state: median(samples[name][state]) for state in STARTS}}
             into[name]["samples"] = samples[name]
-            words = f"{nodes['forward']} + {nodes['backward']} nodes"
-            done(f"{name}: {words}, cold {cold['seconds']:.1f} s, warm {warm['seconds']:.1f} s")
+            took = ", ".join(f"{state} {samples[name][state][-1]:.1f} s" for state in STARTS)
+            done(f"{name}: {nodes['forward']} + {nodes['backward']} nodes, {took}")
 
 
 def rounded(numbers: Mapping[str, float], digits: int) -> dict[str, float]:
@@ -138,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--compile", nargs="+", metavar="NAME", default=COMPILED, help=f"default: {', '.join(COMPILED)}"
     )
-    parser.add_argument("--compile-rounds", type=count, default=1, help="default: %(default)s")
+    parser.add_argument("--compile-rounds", type=count, default=3, help="default: %(default)s")
     parser.add_argument("--import-rounds", type=count, default=5, help="default: %(default)s")
     parser.add_argument("--linears", type=count, default=200, help="that are converted (default: %(default)s)")
     parser.add_argument("--layers", type=count, default=2, help="of Llama, compiled (default: %(default)s)")

@@ -11,7 +11,7 @@ from benchmarks.record import made_by, markdown, write, write_json
 from float8_compile.variants import AS_BUILT, TORCHAO
 
 IMPORTS, CONVERSION, EAGER, COMPILE = PARTS = ("imports", "conversion", "eager", "compile")
-COLD, WARM = "cold", "warm"
+COLD, WARM, WARMEST = STARTS = ("cold", "warm", "warm, AOTAutograd too")
 
 Found = dict[str, Any]  # of a part, by contender
 
@@ -25,6 +25,7 @@ COLUMNS = (
     (COMPILE, "nodes backward", ("backward",)),
     (COMPILE, "compile cold, s", (COLD,)),
     (COMPILE, "compile warm, s", (WARM,)),
+    (COMPILE, "warm, AOTAutograd too, s", (WARMEST,)),
 )
 
 

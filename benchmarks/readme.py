@@ -50,7 +50,7 @@ BENCHMARKS = (
         "One transformer block",
         "Time, memory and compile time of a whole block, where casts are fused with what stands around the linears; "
         "with activation checkpointing and without.",
-        "6 minutes on two cores",
+        "12 minutes on two cores",
     ),
     Benchmark(
         "train_step",
@@ -106,7 +106,7 @@ BENCHMARKS = (
         "Around the computing",
         "What a user waits for: imports, conversion, an eager call, graph nodes, compiling with an empty and with a "
         "full cache, ours and torchao's.",
-        "6 minutes on two cores",
+        "12 minutes on two cores",
     ),
     Benchmark(
         "eager_cost",

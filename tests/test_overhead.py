@@ -15,7 +15,20 @@ from benchmarks.fresh_start import import_seconds
 from float8_compile.variants import quiet
 
 pytestmark = pytest.mark.xdist_group("overhead")  # all read one run
-FEW = ["--rounds", "2", "--import-rounds", "1", "--linears", "3", "--layers", "1", "--backend", "aot_eager"]
+FEW = [
+    "--rounds",
+    "2",
+    "--import-rounds",
+    "1",
+    "--linears",
+    "3",
+    "--layers",
+    "1",
+    "--compile-rounds",
+    "1",
+    "--backend",
+    "aot_eager",
+]
 CONTENDERS = ["bf16", "tensorwise"]
 
 
@@ -59,7 +72,7 @@ def test_a_column_for_each_part_that_was_asked_for(tmp_path: Path, capsys: pytes
 def test_what_is_done_survives_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def compile_start(name: str, *_: Any) -> dict[str, Any]:
+    def compile_start(name: str, *_: Any, **__: Any) -> dict[str, Any]:
         if name == "delayed":
             raise RuntimeError("no compiler")
         return {"seconds": 1.5, "forward": 7, "backward": None}
@@ -68,7 +81,7 @@ def test_what_is_done_survives_a_failure(
     given = [*FEW, "--parts", "compile", "--compile", "bf16", "delayed", "--out", str(tmp_path)]
     assert overhead.main(given) == 1
     assert "failed: no compiler" in capsys.readouterr().err
-    assert "| bf16 | 7.00 | - | 1.50 | 1.50 |" in (tmp_path / "overhead.md").read_text()
+    assert "| bf16 | 7.00 | - | 1.50 | 1.50 | 1.50 |" in (tmp_path / "overhead.md").read_text()
 
 
 def test_a_failing_process_says_why() -> None:
