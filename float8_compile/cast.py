@@ -77,12 +77,16 @@ def scale_from_amax(amax: Tensor, dtype: torch.dtype, power_of_two: bool = False
         quotient = amax.new_full([1] * amax.dim(), torch.finfo(dtype).max, dtype=torch.float64) / amax
     # Asked for here: under dynamic=True Dynamo takes a module's float for an input of the graph.
     scale = at_most(quotient, torch.finfo(torch.float32).max).float()
-    if not power_of_two:
-        return scale
-    floor = (scale.view(torch.int32) & _FLOAT32_EXPONENT).view(torch.float32)
-    if eager:  # an op less: NaN's exponent is infinity's, and a minimum with NaN is NaN
-        return torch.minimum(scale, floor)
-    return torch.where(scale.isnan(), scale, floor)
+    if power_of_two:
+        floor = (scale.view(torch.int32) & _FLOAT32_EXPONENT).view(torch.float32)
+        # Eagerly an op less: NaN's exponent is infinity's, and a minimum with NaN is NaN.
+        scale = torch.minimum(scale, floor) if eager else torch.where(scale.isnan(), scale, floor)
+    if not eager and amax.dim() == 2 and amax.is_cpu:
+        # A scale per row, into memory (see `gemm._one_buffer`): Inductor's C++ would divide again for each element that
+        # is scaled, which takes longer than the cast. Triton divides once a row of its block, and fuses otherwise
+        # where scales are in memory (benchmarks/LOG.md). Not `stride()`: see there, too.
+        scale = scale.as_strided(scale.shape, (scale.shape[1], 1))
+    return scale
 
 
 def saturating_cast(x: Tensor, scale: Tensor, dtype: torch.dtype, *, foreign: bool = False) -> Tensor:

@@ -131,7 +131,8 @@ def _one_buffer(payload: Tensor) -> Tensor:
 
     It writes an operand of `_scaled_mm` where the GEMM wants it, and notices no other reader of what it casts; of
     `as_strided`, here the identity, it writes the input once. Not for what a collective has brought (`in_memory`): it
-    is there already, and async tensor parallelism looks for a GEMM that reads it as it is.
+    is there already, and async tensor parallelism looks for a GEMM that reads it as it is. Strides are not asked for:
+    in a backward Dynamo gives that up and traces it a second time, with gradients made contiguous.
     """
     if not torch.compiler.is_compiling():
         return payload

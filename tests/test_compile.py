@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from compile_checks import Graphs, compile_counted, graphs_of, op_counts
 from fresh_process import run_python
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
 from torch.nn import functional
 
 import float8_compile as f8
@@ -172,6 +174,34 @@ def test_inductor_differs_by_no_more_than_a_rounding_here_and_there(recipe: str)
     for actual, expected in zip(inductor, eager, strict=True):
         difference = (actual.float() - expected.float()).norm() / expected.float().norm()
         assert difference <= 4 * 2.0**-6, difference
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_on_a_cpu_a_rows_scale_is_computed_once(recompute: bool) -> None:
+    """Not again for each element: what comes of the double division goes into a vector, in no loop over a matrix."""
+    layer = converted(nn.Linear(K, N, dtype=BF16), "rowwise", recompute_weight_cast=recompute)
+    x = torch.randn(64, K, dtype=BF16, requires_grad=True)
+    compiled = torch.compile(layer, fullgraph=True)
+    _, graphs = run_and_get_code(lambda: compiled(x).sum().backward())
+    loops = [loop.split("error_flag = nullptr")[0] for code in graphs for loop in code.split("for(int64_t ")[1:]]
+    divisions = ["".join(loop.partition("double")[1:]) for loop in loops if "double" in loop]
+    assert len(divisions) >= 6, graphs  # three operands, each cast along both of its axes
+    assert not [division for division in divisions if re.search(r"\dL\*x\d", division)]
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("recipe", f8.Recipe.names())
+def test_dynamo_traces_a_backward_once(recipe: str, recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a backward asks for a stride, Dynamo begins anew, with this function around it: half of a warm start."""
+
+    def anew(backward: Any) -> Any:
+        raise AssertionError("it was traced a second time")
+
+    monkeypatch.setattr("torch._dynamo._trace_wrapped_higher_order_op.autograd_function_backward_rewritten", anew)
+    layer = converted(nn.Linear(K, N, dtype=BF16), recipe, recompute_weight_cast=recompute)
+    x = torch.randn(17, K, dtype=BF16, requires_grad=True)
+    torch.compile(layer, fullgraph=True, backend="eager")(x).sum().backward()
+    assert x.grad is not None
 
 
 # Recompilations
