@@ -31,7 +31,7 @@ from float8_compile.torch_internals import (
 _FLOAT32_EXPONENT = 0x7F800000  # the eight exponent bits of a float32
 
 # On the CPU, whatever the amax is on: a kernel takes it as a number. So no cast makes one, nor a CUDA graph owns it.
-_LARGEST = {dtype: torch.tensor(torch.finfo(dtype).max, dtype=torch.float64, device="cpu") for dtype in FLOAT8_DTYPES}
+_LARGEST = {dtype: torch.tensor(torch.finfo(dtype).max, dtype=torch.float32, device="cpu") for dtype in FLOAT8_DTYPES}
 
 
 def tensor_amax(x: Tensor, granularity: Granularity = "tensor", axis: int = -1, *, produced: bool = True) -> Tensor:
@@ -65,18 +65,23 @@ def batched_amax(tensors: Sequence[Tensor | None], device: torch.device) -> Tens
 def scale_from_amax(amax: Tensor, dtype: torch.dtype, power_of_two: bool = False) -> Tensor:
     """float32 scale, of amax's shape, that brings amax to the float8 dtype's largest value.
 
-    The division is in float64, by promotion: eager and compiled code round 1/float32 differently, but not this
-    one. For the same reason a power of two is cut out of the bits (floor), where log2 and exp2 could round up.
+    As if divided in float64: eager and compiled code round 1/float32 differently, but not this one. For the same reason
+    a power of two is cut out of the bits (floor), where log2 and exp2 could round up.
     """
     eager = not torch.compiler.is_compiling()
-    if eager and type(amax) is Tensor:  # a fake or a sharded one takes none but its own kind
-        quotient = _LARGEST[dtype] / (amax.double() if amax.dim() else amax)
+    # A fake or a sharded one takes none but its own kind.
+    plain = eager and type(amax) is Tensor and amax.dtype is not torch.float64
+    if plain:
+        # Two ops less, to the same bits: 53 bits are more than twice 24 and 2, so rounding twice is rounding once
+        # (Figueroa, When is double rounding innocuous?, 1995), and no quotient is subnormal.
+        quotient = _LARGEST[dtype] / (amax.float() if amax.dim() else amax)
     else:
         # A tensor of amax's rank, so that promotion sees two equals: in a graph this is one constant for all casts
         # and one division each, where `number / amax.double()` is a conversion, a reciprocal and a product.
         quotient = amax.new_full([1] * amax.dim(), torch.finfo(dtype).max, dtype=torch.float64) / amax
     # Asked for here: under dynamic=True Dynamo takes a module's float for an input of the graph.
-    scale = at_most(quotient, torch.finfo(torch.float32).max).float()
+    scale = at_most(quotient, torch.finfo(torch.float32).max)
+    scale = scale if plain else scale.float()
     if power_of_two:
         floor = (scale.view(torch.int32) & _FLOAT32_EXPONENT).view(torch.float32)
         # Eagerly an op less: NaN's exponent is infinity's, and a minimum with NaN is NaN.
@@ -89,25 +94,30 @@ def scale_from_amax(amax: Tensor, dtype: torch.dtype, power_of_two: bool = False
     return scale
 
 
-def saturating_cast(x: Tensor, scale: Tensor, dtype: torch.dtype, *, foreign: bool = False) -> Tensor:
+def saturating_cast(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, *, foreign: bool = False, own: bool = False
+) -> Tensor:
     """float8 `x * scale`, beyond the range the largest value: a plain conversion gives inf (e5m2) or NaN (e4m3).
 
     foreign: the scale is not x's own (delayed). An infinity would then saturate, and nobody see that the step has
     overflowed: it becomes NaN, which it does under its own scale, 0.
+    own: the scale is that of x's amax, under which nothing is out of range: eagerly an op less.
     """
-    largest = torch.finfo(dtype).max
     if torch.compiler.is_compiling() or is_transformed() or is_watched():
         x = x.float()
         scaled = x * scale
         if foreign:
             # 0, or NaN; a `where` would be so many ops that Inductor stops fusing the producer
             scaled = scaled + (x - x)
-        return saturate(scaled, largest).to(dtype)
+        return saturate(scaled, torch.finfo(dtype).max).to(dtype)
     if foreign:
         x = torch.add(x, x, alpha=0)  # 0 times an infinity is NaN
     # The same in place: eagerly each step would be another float32 tensor of x's size.
     scaled = x * scale if x.dtype is torch.float32 else x.float().mul_(scale)
-    return scaled.clamp_(-largest, largest).to(dtype)
+    if not own:
+        largest = torch.finfo(dtype).max
+        scaled.clamp_(-largest, largest)
+    return scaled.to(dtype)
 
 
 def cast(x: Tensor, how: Cast, axis: int = -1) -> Tensor:
@@ -133,7 +143,7 @@ def cast_operand(x: Tensor, how: Cast, axis: int = -1, across: Across | None = N
         return Operand(x)
     amax = shared_amax(tensor_amax(x, how.granularity, axis), how, axis, across)
     scale = scale_from_amax(amax, how.dtype, how.power_of_two)
-    return Operand(saturating_cast(x, scale, how.dtype), scale, scale.reciprocal())
+    return Operand(saturating_cast(x, scale, how.dtype, own=True), scale, scale.reciprocal())
 
 
 def _with_one(x: Tensor, axis: int) -> list[int]:

@@ -86,7 +86,7 @@ def _contract(
     a, b: float8 payloads with 1 / scale, of shape () or (R, 1) and (S, 1); or high precision and None.
     """
     rows, contracted, columns = *a_RC.shape, b_SC.shape[0]
-    if guard_or_false(rows == 0) or guard_or_false(contracted == 0):
+    if guard_or_false(a_RC.numel() == 0):
         return torch.zeros(rows, columns, dtype=dtype, device=a_RC.device)
     if unscale_a is None or unscale_b is None:
         return (a_RC @ b_SC.t()).to(dtype)
@@ -100,7 +100,8 @@ def _contract(
     a, b, whole_columns = _by_rows(a_RC), b_SC.contiguous(), _is_aligned(columns)
     if not (whole_columns and _is_aligned(contracted)):
         a, b = _pad(a, contracted), _pad(b, contracted, columns)
-    a = a if in_memory else _one_buffer(a)
+    if not in_memory:
+        a = _one_buffer(a)
     by_tensor = unscale_a.dim() == 0 and unscale_b.dim() == 0
     if by_tensor:  # with a scale per row it makes Inductor write a transposed cast uncoalesced (benchmarks/LOG.md)
         b = _one_buffer(b)

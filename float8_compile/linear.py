@@ -173,12 +173,13 @@ class Float8Linear(ScaledLinear):
     def _local_parameters(self) -> tuple[Tensor, Tensor | None]:
         """This rank's part of the weight and of the bias, where tensor parallelism has split them."""
         if self.split is None:
-            if self.input_scale is not None and local_part(self.weight) is not None:
+            w_NK = self.weight
+            if self.input_scale is not None and local_part(w_NK) is not None:
                 raise TypeError(
                     f"{self._name()}: its weight is a DTensor and its scales are delayed, of which torch's parallel "
                     "styles know nothing: use float8_compile.distributed.Float8ColwiseParallel or Float8RowwiseParallel"
                 )
-            return self.weight, self.bias
+            return w_NK, self.bias
         weight: Any = self.weight
         bias: Any = self.bias
         return weight.to_local(), None if bias is None else bias.to_local()

@@ -211,15 +211,18 @@ def raise_to(running: Tensor, amax: Tensor) -> None:
     So what is not finite lasts until the next finite amax: an update right after it sees it, but a step that GradScaler
     skips, where no update follows, does not hide the evidence of the next one.
 
-    Eagerly torch._foreach_copy_, because it returns nothing: what an op returns a selective checkpoint policy may
-    save, and torch then takes the very write of an op in place for a change behind its back (BatchNorm can't run in
-    such a region either). No foreach op has a public name. Delete when `_CachingTorchDispatchMode` leaves them out.
+    Under a dispatch mode torch._foreach_copy_, because it returns nothing: what an op returns a selective checkpoint
+    policy may save, and torch then takes the very write of an op in place for a change behind its back (BatchNorm can't
+    run in such a region either). No foreach op has a public name. Delete when `_CachingTorchDispatchMode` leaves them
+    out.
     """
-    number = torch.maximum(running.nan_to_num(0.0, 0.0, 0.0), amax)
+    finite = running.nan_to_num(0.0, 0.0, 0.0)
     if torch.compiler.is_compiling():
-        running.copy_(number)
+        running.copy_(torch.maximum(finite, amax))
+    elif is_watched():
+        torch._foreach_copy_([running], [torch.maximum(finite, amax)])
     else:
-        torch._foreach_copy_([running], [number])
+        torch.maximum(finite, amax, out=running)
 
 
 def mark_static_address(tensor: Tensor) -> Tensor:

@@ -252,6 +252,32 @@ def test_the_scale_is_within_half_a_float32_step_of_the_quotient(dtype: torch.dt
 
 
 @every_format
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_eager_scale_is_as_if_divided_in_float64(dtype: torch.dtype, precision: torch.dtype) -> None:
+    if precision is torch.float32:
+        bits = torch.randint(0, 0x7F800001, (1_000_000,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    else:  # every one of them, NaN too
+        bits = torch.arange(0, 2**15, dtype=torch.int16)
+    amaxes = bits.view(precision)
+    quotients = torch.full((1,), LARGEST[dtype], dtype=torch.float64) / amaxes
+    assert same(scale_from_amax(amaxes, dtype), quotients.clamp(max=FLOAT32_MAX).float())
+
+
+@every_format
+@pytest.mark.parametrize("granularity", ["tensor", "row"])
+@given(exponent=st.integers(-150, 127), bad=st.sampled_from([0.0, math.inf, math.nan]), power_of_two=st.booleans())
+@quick
+def test_under_its_own_scale_nothing_is_left_to_saturate(
+    dtype: torch.dtype, granularity: Any, exponent: int, bad: float, power_of_two: bool
+) -> None:
+    for precision in HIGH_PRECISION:
+        x = (torch.randn(5, 7, dtype=torch.float64) * 2.0**exponent).to(precision)
+        x[0, 0] = bad
+        t = cast(x, Cast(dtype, granularity=granularity, power_of_two=power_of_two))
+        assert same(t.payload, saturating_cast(x, t.scale, dtype))
+
+
+@every_format
 @given(exponent=st.integers(-100, 100), steps=st.integers(-3, 3))
 @quick
 def test_a_power_of_two_is_a_floor_also_one_step_below_one(dtype: torch.dtype, exponent: int, steps: int) -> None:
