@@ -156,13 +156,13 @@ def ops(calls: str) -> Counter[str]:
     return Counter(calls.split())
 
 
-QUANTIZE = ops("_to_copy mul clamp _to_copy")  # mul_ and clamp_ where nobody counts
-BY_TENSOR = ops("abs amax div clamp _to_copy reciprocal") + QUANTIZE
+QUANTIZE = ops("_to_copy mul clamp _to_copy")  # where nobody counts mul_, and clamp_ only under another's scale
+BY_TENSOR = ops("abs max div clamp reciprocal") + QUANTIZE
 POWER_OF_TWO = ops("view detach bitwise_and view detach minimum")  # torch detaches what it views as another dtype
-BY_ROW = ops("abs amax new_full div clamp _to_copy reciprocal") + POWER_OF_TWO + QUANTIZE
-RECORD = ops("abs amax") + ops("nan_to_num maximum _foreach_copy_")
+BY_ROW = ops("abs amax _to_copy div clamp reciprocal") + POWER_OF_TWO + QUANTIZE
+RECORD = ops("abs max") + ops("nan_to_num maximum _foreach_copy_")
 BY_DELAYED = QUANTIZE + ops("sub add")  # under another's scale an infinity would saturate
-AT_FIRST_SCALE = ops("div clamp _to_copy gt where reciprocal")
+AT_FIRST_SCALE = ops("div clamp gt where reciprocal")
 
 OUTPUT = ops("t _scaled_mm")
 GRAD_INPUT = ops("t clone t _scaled_mm")
@@ -188,7 +188,7 @@ TABLE = {
         RECORD + BY_DELAYED + BY_DELAYED + GRAD_INPUT + GRAD_WEIGHT,
     ),
     AT_FIRST: (
-        RECORD + BY_DELAYED + AT_FIRST_SCALE + ops("abs amax") + BY_DELAYED + AT_FIRST_SCALE + OUTPUT,
+        RECORD + BY_DELAYED + AT_FIRST_SCALE + ops("abs max") + BY_DELAYED + AT_FIRST_SCALE + OUTPUT,
         RECORD + BY_DELAYED + AT_FIRST_SCALE + BY_DELAYED + GRAD_INPUT + GRAD_WEIGHT,
     ),
     "rowwise": (
@@ -198,7 +198,7 @@ TABLE = {
     ),
     "rowwise_with_gw_hp": (
         BY_ROW + BY_ROW + SIDE_BY_SIDE + OUTPUT,
-        BY_ROW + BY_ROW - ops("new_full") + ops("view unsqueeze") + GRAD_INPUT + UNSCALED + ops("t t t mm"),
+        BY_ROW + BY_TENSOR + POWER_OF_TWO + ops("view unsqueeze") + GRAD_INPUT + UNSCALED + ops("t t t mm"),
     ),
 }  # fmt: skip
 
