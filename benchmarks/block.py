@@ -1,6 +1,6 @@
 """Forward and backward of a transformer block in each variant, with and without activation checkpointing.
 
-    python -m benchmarks.block                                                    # two idle cores about 12 minutes
+    python -m benchmarks.block                                                    # two idle cores about 15 minutes
     python -m benchmarks.block --models deit-narrow --contenders bf16 delayed --compile-rounds 0 --out /tmp/some
     python -m benchmarks.block --models llama-3-8b --contenders bf16 torchao:tensorwise tensorwise delayed   # on a GPU
 

@@ -1,6 +1,6 @@
 """What float8 costs around the computing, ours and torchao's: importing, converting, calling eagerly, compiling.
 
-    python -m benchmarks.overhead                                              # on two idle cores about 12 minutes
+    python -m benchmarks.overhead                                              # on two idle cores about 15 minutes
     python -m benchmarks.overhead --parts imports conversion eager             # a minute
     python -m benchmarks.overhead --parts compile --compile rowwise torchao:rowwise --out /tmp/some
 

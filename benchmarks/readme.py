@@ -43,21 +43,21 @@ BENCHMARKS = (
         "One linear layer",
         "Forward and backward of single layers, with what they save for backward and how many kernels they run, in "
         "each recipe, beside `nn.Linear` and torchao's. Nothing around them is there to fuse with.",
-        "6 minutes on two cores",
+        "4 minutes on two cores",
     ),
     Benchmark(
         "block",
         "One transformer block",
         "Time, memory and compile time of a whole block, where casts are fused with what stands around the linears; "
         "with activation checkpointing and without.",
-        "12 minutes on two cores",
+        "15 minutes on two cores",
     ),
     Benchmark(
         "train_step",
         "A training step",
         "What `scripts/train`'s user waits for: whole steps of its language model, with the optimizer, and forward and "
         "backward alone, in each recipe, beside bfloat16 and torchao's same recipe.",
-        "5 minutes on two cores",
+        "3 minutes on two cores",
     ),
     Benchmark(
         "preview_llama",
@@ -106,7 +106,7 @@ BENCHMARKS = (
         "Around the computing",
         "What a user waits for: imports, conversion, an eager call, graph nodes, compiling with an empty and with a "
         "full cache, ours and torchao's.",
-        "12 minutes on two cores",
+        "15 minutes on two cores",
     ),
     Benchmark(
         "eager_cost",
