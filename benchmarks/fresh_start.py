@@ -98,10 +98,10 @@ def main(name: str, layers: int, backend: str) -> None:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = llama.Shape(**NARROW)
-    with quiet(), torch.device(device):
-        _, inputs = llama.build(shape=shape)
-        model, _, _ = variant(lambda: (Layers(shape).bfloat16(), ()), name)()
-    with quiet():  # without torch.device(...): Dynamo would trace that through each op
+    with quiet():
+        with torch.device(device):  # not around what is compiled: Dynamo would trace it through each op
+            _, inputs = llama.build(shape=shape)
+            model, _, _ = variant(lambda: (Layers(shape).bfloat16(), ()), name)()
         if backend != NOTHING_GENERATED:
             torch.compile(torch.sin)(torch.ones(16, device=device))  # loads Inductor
         compiled: Any = torch.compile(model, fullgraph=True, dynamic=False, backend=inductor)

@@ -1,6 +1,6 @@
 """Forward and backward of single layers: compiled nn.Linear, torchao's float8 and ours, measured in turns.
 
-    python -m benchmarks.linear                                           # two idle cores about 4 minutes
+    python -m benchmarks.linear                                           # two idle cores about 6 minutes
     python -m benchmarks.linear --shapes w13 --dtypes bf16 --rounds 30    # a look
     python -m benchmarks.linear --contenders nn.Linear torchao:tensorwise delayed delayed+keep --out /tmp/some
 

@@ -43,7 +43,7 @@ BENCHMARKS = (
         "One linear layer",
         "Forward and backward of single layers, with what they save for backward and how many kernels they run, in "
         "each recipe, beside `nn.Linear` and torchao's. Nothing around them is there to fuse with.",
-        "4 minutes on two cores",
+        "6 minutes on two cores",
     ),
     Benchmark(
         "block",
@@ -57,7 +57,7 @@ BENCHMARKS = (
         "A training step",
         "What `scripts/train`'s user waits for: whole steps of its language model, with the optimizer, and forward and "
         "backward alone, in each recipe, beside bfloat16 and torchao's same recipe.",
-        "3 minutes on two cores",
+        "5 minutes on two cores",
     ),
     Benchmark(
         "preview_llama",

@@ -1,6 +1,6 @@
 """Whole training steps of scripts/train's language model: bf16, torchao's float8 and ours, compiled, measured in turns.
 
-    python -m benchmarks.train_step                                           # two idle cores about 3 minutes
+    python -m benchmarks.train_step                                           # two idle cores about 5 minutes
     python -m benchmarks.train_step --sizes tiny --rounds 50                  # a look
     python -m benchmarks.train_step --contenders torchao:tensorwise tensorwise delayed --out /tmp/some
 

@@ -16,19 +16,9 @@ from float8_compile.variants import quiet
 
 pytestmark = pytest.mark.xdist_group("overhead")  # all read one run
 FEW = [
-    "--rounds",
-    "2",
-    "--import-rounds",
-    "1",
-    "--linears",
-    "3",
-    "--layers",
-    "1",
-    "--compile-rounds",
-    "1",
-    "--backend",
-    "aot_eager",
-]
+    "--rounds", "2", "--import-rounds", "1", "--linears", "3", "--layers", "1", "--compile-rounds", "1",
+    "--backend", "aot_eager",
+]  # fmt: skip
 CONTENDERS = ["bf16", "tensorwise"]
 
 
